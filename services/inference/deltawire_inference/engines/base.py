@@ -1,0 +1,114 @@
+"""The engine seam: what generates inside a replica, and how weights enter it.
+
+Engines: torch (in process), vllm (a supervised child). An engine never fetches anything. The
+replica hands it a staged update; `apply` is the pause, and is all or nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol
+
+from deltawire.protocol.chain import Link
+from deltawire.protocol.generation import GenerateRequest, GenerateResponse
+from deltawire.protocol.versions import PolicyVersion
+
+SwapMode = Literal["keep", "keep_kv", "drain", "abort"]
+"""keep: running requests go on, their KV recomputed under the new weights; keep_kv: they go on with
+the old KV; drain: they finish first; abort: they end and their caller resubmits with the prefix."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedUpdate:
+    """An update that is ready to enter the weights: verified, decoded, old values gathered."""
+
+    version: PolicyVersion
+    base_version: PolicyVersion | None
+    new_digest: str
+    changed: int
+    total: int
+    token: object
+    """The engine's own handle (patches in memory, a local file)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyReport:
+    """What the swap cost. The pause is the time no token could be made."""
+
+    pause_s: float
+    mode: SwapMode
+    digest: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoad:
+    """How busy the engine is."""
+
+    running: int
+    waiting: int
+    tokens_total: int
+    tokens_per_s: float
+
+
+class Engine(Protocol):
+    """Raises only EngineError and WeightsError children. One swap at a time."""
+
+    name: str
+    capabilities: frozenset[str]
+    """Of: sampling_mask, routed_experts, adapters, score."""
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """The version whose weights are live; None before the first load."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Running digest of the live weights."""
+        ...
+
+    async def start(
+        self, model_dir: Path, objects: Sequence[tuple[Link, Path]], *, version: PolicyVersion
+    ) -> None:
+        """Load configuration and tokenizer from `model_dir`, weights by a route from an anchor."""
+        ...
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        """Sample. VersionNotServed for a pin that is not served."""
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprob of each token given those before it (first is 0.0), at the live version."""
+        ...
+
+    async def stage(self, objects: Sequence[tuple[Link, Path]]) -> StagedUpdate:
+        """Decode and verify a route against the live weights while tokens flow."""
+        ...
+
+    async def apply(self, staged: StagedUpdate, *, mode: SwapMode) -> ApplyReport:
+        """Swap between two forward passes. On error the old weights are live and unchanged."""
+        ...
+
+    async def verify(self) -> str:
+        """Recompute the digest over all live weights."""
+        ...
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        """Load a LoRA adapter under a versioned name."""
+        ...
+
+    async def pause(self) -> None:
+        """Stop making tokens; requests wait."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """How busy it is."""
+        ...
+
+    async def close(self) -> None:
+        """Stop and free everything."""
+        ...

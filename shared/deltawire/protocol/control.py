@@ -1,0 +1,207 @@
+"""The control plane: routes, the notice, statuses and problems."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from deltawire.protocol.versions import PolicyVersion
+from deltawire.protocol.wire_model import OpenWireModel, WireModel
+
+TOKEN_HEADER = "X-Deltawire-Token"
+"""Where a private Space's proxy uses `Authorization` for itself."""
+
+HEALTHZ, READYZ, STATUS, METRICS = "/healthz", "/readyz", "/status", "/metrics"
+UPDATE_WEIGHTS, PAUSE, RESUME, STOP, SYNC = (
+    "/update_weights",
+    "/pause",
+    "/resume",
+    "/stop",
+    "/sync",
+)
+GENERATE = "/v1/generate"
+
+
+class WeightNotice(OpenWireModel):
+    """A hint to look: new weights lie in the bucket. A lost or doubled one is harmless."""
+
+    repo_id: str = Field(max_length=512)
+    """Bucket coordinates; must equal the ones the replica was configured with."""
+    filename: str = Field(max_length=512)
+    """Key relative to the bucket prefix."""
+    version: PolicyVersion | None = None
+    sha256: str | None = None
+    xet_hash: str | None = None
+    size: int | None = None
+
+
+class NoticeReceipt(WireModel):
+    """202: the notice was taken; what the replica serves now."""
+
+    accepted: bool
+    serving: PolicyVersion | None
+    reason: str = ""
+
+
+class Problem(WireModel):
+    """What every error answers with (RFC 9457 in spirit)."""
+
+    type: str
+    """Class of the error tree."""
+    title: str
+    status: int
+    detail: str
+
+
+ReplicaState = Literal["joining", "serving", "staging", "applying", "broken", "draining"]
+
+
+class AppliedUpdate(WireModel):
+    """One version change of a replica. The pause is the time no token could be made."""
+
+    version: PolicyVersion
+    base_version: PolicyVersion | None
+    kind: str
+    encoding: str
+    bytes: int
+    changed: int
+    total: int
+    fetch_s: float
+    stage_s: float
+    pause_ms: float
+    applied_at: float
+
+
+class ReplicaStatus(WireModel):
+    """GET /status of an inference replica, and its heartbeat in the registry."""
+
+    service: Literal["inference"] = "inference"
+    replica_id: str
+    run_id: str
+    url: str = ""
+    engine: str
+    state: ReplicaState
+    version: PolicyVersion | None
+    head_version: PolicyVersion | None = None
+    digest: str = ""
+    updates: list[AppliedUpdate] = Field(default_factory=list)
+    """The newest ones, oldest first."""
+    updates_total: int = 0
+    rejected_total: int = 0
+    last_error: str = ""
+    running_requests: int = 0
+    tokens_per_s: float = 0.0
+    tokens_total: int = 0
+    episodes_running: int = 0
+    groups_finished: int = 0
+    waits_for: str = ""
+    """tickets, environment, engine, weights or nothing: what holds the producer up."""
+    capabilities: list[str] = Field(default_factory=list)
+    started_at: float = 0.0
+
+    @property
+    def lag(self) -> int | None:
+        """Newest published version minus the one served."""
+        if self.version is None or self.head_version is None:
+            return None
+        return max(0, self.head_version - self.version)
+
+
+class SyncRecord(WireModel):
+    """One publish, as the trainer saw it."""
+
+    version: PolicyVersion
+    kind: str
+    encoding: str
+    key: str
+    bytes: int
+    full_bytes: int
+    changed: int
+    total: int
+    density: float
+    diff_s: float
+    encode_s: float
+    upload_s: float
+    commit_s: float
+    announce_s: float
+    total_s: float
+
+
+class StepRecord(WireModel):
+    """One optimizer step. Metrics are those of the job and of the algorithm, by name."""
+
+    step: int
+    version: PolicyVersion
+    """The version this step published."""
+    reward: float
+    reward_std: float
+    staleness: float
+    """Mean over the batch; of the oldest token of each sample."""
+    staleness_max: int
+    groups: int
+    rollouts: int
+    tokens: int
+    loss: float
+    grad_norm: float
+    lr: float
+    ess: float
+    """Effective sample size of the importance weights, as a share of the batch."""
+    mismatch_kl: float
+    metrics: dict[str, float] = Field(default_factory=dict)
+    phases_s: dict[str, float] = Field(default_factory=dict)
+    """wait, forward_backward, optimizer, diff, encode, upload, commit, announce."""
+    sync: SyncRecord | None = None
+    finished_at: float = 0.0
+
+
+class GroupCounts(WireModel):
+    """Where every ticket went. issued = trained + open + sum(dropped) + lost."""
+
+    issued: int = 0
+    trained: int = 0
+    open: int = 0
+    dropped: dict[str, int] = Field(default_factory=dict)
+    lost: int = 0
+    doubled: int = 0
+
+
+TrainerState = Literal["starting", "waiting", "training", "paused", "finished", "failed"]
+
+
+class TrainerStatus(WireModel):
+    """GET /status of the trainer."""
+
+    service: Literal["trainer"] = "trainer"
+    run_id: str
+    job: str
+    model: str
+    state: TrainerState
+    reason: str = ""
+    step: int
+    steps: int
+    version: PolicyVersion
+    digest: str = ""
+    store: str
+    groups: GroupCounts = GroupCounts()
+    history: list[StepRecord] = Field(default_factory=list)
+    replicas: list[ReplicaStatus] = Field(default_factory=list)
+    waits_for: str = ""
+    eta_s: float | None = None
+    started_at: float = 0.0
+    store_budget: dict[str, float] = Field(default_factory=dict)
+    """Calls made and allowed, where the store has a budget."""
+
+
+class EnvironmentStatus(WireModel):
+    """GET /status of the environment service."""
+
+    service: Literal["environment"] = "environment"
+    environment_id: str
+    worlds: list[str]
+    active_sessions: int
+    max_sessions: int
+    sessions_total: int
+    steps_total: int
+    errors_total: int
+    reaped_total: int = 0
+    draining: bool = False
+    started_at: float = 0.0

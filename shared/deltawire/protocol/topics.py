@@ -1,0 +1,33 @@
+"""Names on Redis. `{run}` in braces keeps a run's keys in one slot of a Redis Cluster."""
+
+CONSUMER_GROUP_PRODUCERS = "producers"
+CONSUMER_GROUP_TRAINER = "trainer"
+
+ENTRY_SCHEMA_FIELD = "schema"
+ENTRY_BODY_FIELD = "body"
+ENTRY_ID_FIELD = "id"
+
+
+def tickets_stream(run_id: str) -> str:
+    """Stream of open tickets."""
+    return f"deltawire:{{{run_id}}}:tickets"
+
+
+def groups_stream(run_id: str) -> str:
+    """Stream of finished groups."""
+    return f"deltawire:{{{run_id}}}:groups"
+
+
+def dead_letters_stream(run_id: str) -> str:
+    """Stream of entries that could not be used, each with its reason."""
+    return f"deltawire:{{{run_id}}}:dead"
+
+
+def replicas_key(run_id: str, replica_id: str) -> str:
+    """A replica's heartbeat: its status as JSON, with a time to live."""
+    return f"deltawire:{{{run_id}}}:replica:{replica_id}"
+
+
+def finished_key(run_id: str) -> str:
+    """Set of group ids already appended: a group is appended once."""
+    return f"deltawire:{{{run_id}}}:finished"
