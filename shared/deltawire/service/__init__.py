@@ -1,0 +1,1 @@
+"""What all services do alike: settings, auth, app, logging, metrics, serving."""

@@ -1,0 +1,68 @@
+"""Serve an app until SIGTERM or SIGINT. A taken port is one clear sentence, not a traceback."""
+
+import asyncio
+import json
+import logging
+import socket
+import sys
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from deltawire.protocol.errors import DeltawireError, SettingsError
+
+log = logging.getLogger(__name__)
+
+_GRACE_S = 3
+"""Seconds that open requests get after SIGTERM."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A listening socket. Raises SettingsError when the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise SettingsError(
+            f"cannot listen on {host}:{port}: {error.strerror}; choose another port or stop what "
+            "uses it"
+        ) from error
+    return listener
+
+
+def announce_port(listener: socket.socket, port_file: Path) -> None:
+    """Write where a service listens, for whoever started it with port 0."""
+    host, port = listener.getsockname()[:2]
+    port_file.write_text(json.dumps({"host": host, "port": port}))
+
+
+async def serve(app: FastAPI, listener: socket.socket) -> None:
+    """Run uvicorn on a bound socket until it is told to stop."""
+    host, port = listener.getsockname()[:2]
+    log.info("listening", extra={"host": host, "port": port})
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=_GRACE_S,
+        ws="websockets-sansio",
+    )
+    await uvicorn.Server(config).serve(sockets=[listener])
+
+
+def run_service(main: Coroutine[Any, Any, int]) -> int:
+    """Run a service's main coroutine; errors of the tree end it with one line and exit code 2."""
+    try:
+        return asyncio.run(main)
+    except KeyboardInterrupt:
+        return 130
+    except DeltawireError as error:
+        log.error("stopped", extra={"error": type(error).__name__, "detail": str(error)})
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return 2
