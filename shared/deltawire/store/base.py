@@ -5,6 +5,7 @@ implementation passes the same contract tests (tests/store/). Calls are synchron
 from several threads; async code wraps them in ``asyncio.to_thread``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -73,7 +74,7 @@ class Store(Protocol):
         """All objects whose key begins with `prefix`, sorted by key."""
         ...
 
-    def delete(self, keys: list[str]) -> None:
+    def delete(self, keys: Sequence[str]) -> None:
         """Remove objects; missing ones are no error."""
         ...
 
