@@ -38,6 +38,8 @@ class GenerateRequest(WireModel):
     """Answer 409 with Retry-After when the replica is older than this."""
     want_sampling_mask: bool = False
     want_routed_experts: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    """How many of the likeliest ids to return beside each token."""
     session: str = ""
     """Affinity key: turns of one episode carry the same one."""
     adapter: str | None = None
@@ -59,6 +61,8 @@ class Completion(WireModel):
     """Per token the ids that could have been sampled (top-p/top-k), when asked for and offered."""
     routed_experts: list[list[list[int]]] | None = None
     """[token][layer][top_k] expert ids, when asked for and offered."""
+    top_logprobs: list[dict[int, float]] | None = None
+    """Per token the likeliest ids with their logprobs, when asked for."""
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:

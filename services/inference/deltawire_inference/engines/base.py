@@ -4,14 +4,14 @@ Engines: torch (in process), vllm (a supervised child). An engine never fetches 
 replica hands it a staged update; `apply` is the pause, and is all or nothing.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from deltawire.protocol.chain import Link
-from deltawire.protocol.generation import GenerateRequest, GenerateResponse
-from deltawire.protocol.versions import PolicyVersion
+from deltawire.protocol.chain import Link, RunManifest
+from deltawire.protocol.generation import FinishReason, GenerateRequest, GenerateResponse
+from deltawire.protocol.versions import BASE_VERSION, PolicyVersion
 
 SwapMode = Literal["keep", "keep_kv", "drain", "abort"]
 """keep: running requests go on, their KV recomputed under the new weights; keep_kv: they go on with
@@ -38,6 +38,26 @@ class ApplyReport:
     pause_s: float
     mode: SwapMode
     digest: str
+    recomputed_tokens: int = 0
+    """Tokens of running requests whose KV is computed again (mode keep)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledToken:
+    """One token as it was drawn, or the end of a completion that got no further token."""
+
+    index: int
+    """Which of the request's `n` completions."""
+    token_id: int | None
+    """None: the completion ended (abort) without one."""
+    logprob: float = 0.0
+    version: PolicyVersion = BASE_VERSION
+    finish_reason: FinishReason | None = None
+    """Set on the last token of a completion."""
+    top_logprobs: Mapping[int, float] = field(default_factory=dict)
+    """The likeliest ids, when asked for."""
+    allowed: list[int] | None = None
+    """Ids that could have been drawn, when asked for and fewer than all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,13 +88,25 @@ class Engine(Protocol):
         ...
 
     async def start(
-        self, model_dir: Path, objects: Sequence[tuple[Link, Path]], *, version: PolicyVersion
+        self,
+        model_dir: Path,
+        objects: Sequence[tuple[Link, Path]],
+        *,
+        manifest: RunManifest,
+        version: PolicyVersion,
     ) -> None:
-        """Load configuration and tokenizer from `model_dir`, weights by a route from an anchor."""
+        """Load configuration and tokenizer from `model_dir`, weights by a route from an anchor.
+
+        May be called again to start over: a replica whose weights are not trusted re-bases so.
+        """
         ...
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """Sample. VersionNotServed for a pin that is not served."""
+        ...
+
+    def stream(self, request: GenerateRequest) -> AsyncIterator[SampledToken]:
+        """Sample, token by token, the completions of a request interleaved."""
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
