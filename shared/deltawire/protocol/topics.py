@@ -28,6 +28,21 @@ def replicas_key(run_id: str, replica_id: str) -> str:
     return f"deltawire:{{{run_id}}}:replica:{replica_id}"
 
 
+def replica_index_key(run_id: str) -> str:
+    """Sorted set of replica ids by the Unix millisecond at which their heartbeat runs out."""
+    return f"deltawire:{{{run_id}}}:replicas"
+
+
+def issued_key(run_id: str) -> str:
+    """Set of ticket ids already issued: a ticket is issued once."""
+    return f"deltawire:{{{run_id}}}:issued"
+
+
 def finished_key(run_id: str) -> str:
-    """Set of group ids already appended: a group is appended once."""
+    """Hash of group ids already appended -> idempotency key: a group is appended once."""
     return f"deltawire:{{{run_id}}}:finished"
+
+
+def counters_key(run_id: str) -> str:
+    """Hash of counters that outlive the entries they count: `doubled`, `dead`, `dead:<reason>`."""
+    return f"deltawire:{{{run_id}}}:counters"

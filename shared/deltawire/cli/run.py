@@ -1,0 +1,179 @@
+"""`deltawire run JOB`: the whole loop on this machine, every service a process of its own."""
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Protocol, Self, TypeVar
+
+from pydantic import BaseModel
+from rich.console import Console
+
+from deltawire.cli.children import Child, stop_all
+from deltawire.cli.live import LiveView
+from deltawire.cli.local_redis import redis_child
+from deltawire.cli.observation import Observation
+from deltawire.cli.plain import PlainView
+from deltawire.cli.plan import (
+    ENVIRONMENT,
+    TRAINER,
+    RunOptions,
+    RunPlan,
+    make_plan,
+    service_children,
+)
+from deltawire.cli.report import print_report
+from deltawire.cli.summary import RunSummary, draw_reward, summarise, write_summary
+from deltawire.control.client import ServiceClient
+from deltawire.job.spec import JobSpec
+from deltawire.protocol.control import EnvironmentStatus, ReplicaStatus, TrainerStatus
+from deltawire.protocol.errors import DeltawireError, RemoteError
+
+_READY_S = 300.0
+_LOOK_EVERY_S = 1.0
+_SETTLE_S = 30.0
+"""After the trainer finished, replicas get this long to report its version."""
+
+Status = TypeVar("Status", bound=BaseModel)
+
+
+class View(Protocol):
+    """Where a run is shown."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *_: object) -> None: ...
+    def show(self, seen: Observation, *, last: bool = False) -> None: ...
+    def say(self, line: str) -> None: ...
+
+
+def run_job(options: RunOptions, spec: JobSpec, *, plain: bool) -> int:
+    """Run to the end. 0: finished, every replica equal to the trainer, no rollout lost."""
+    plan = make_plan(options, spec, run_id=time.strftime("%Y%m%d-%H%M%S"))
+    console = Console()
+    view: View = PlainView() if plain or not console.is_terminal else LiveView(console)
+    _point_latest(plan.folder)
+    try:
+        summary = asyncio.run(_run(plan, view))
+    except KeyboardInterrupt:
+        sys.stderr.write(f"stopped; logs in {plan.logs}\n")
+        return 130
+    except DeltawireError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    return print_report(summary, console)
+
+
+def _point_latest(folder: Path) -> None:
+    link = folder.parent / "latest"
+    partial = folder.parent / f".latest-{os.getpid()}"
+    with contextlib.suppress(OSError):  # a file system without links: only the shortcut is missing
+        partial.symlink_to(folder.name)
+        partial.replace(link)
+
+
+async def _run(plan: RunPlan, view: View) -> RunSummary:
+    started = time.monotonic()
+    children: list[Child] = []
+    with view:
+        try:
+            await _start(plan, children, view)
+            services = [child for child in children if child.url.startswith("http")]
+            seen = await _watch(plan, services, children, view)
+            summary = _summarise(plan, seen, children, time.monotonic() - started)
+        finally:
+            await stop_all(list(reversed(children)))
+    await asyncio.to_thread(write_summary, summary, plan.folder)
+    await asyncio.to_thread(draw_reward, summary, plan.folder / "reward.png")
+    return summary
+
+
+async def _start(plan: RunPlan, children: list[Child], view: View) -> None:
+    streams = plan.options.streams
+    if streams is None:
+        view.say("starting redis")
+        redis, streams = redis_child(plan)
+        children.append(redis)
+        await redis.start()
+        await redis.wait_ready(30.0)
+    for child in service_children(plan, streams=streams):
+        view.say(f"starting {child.name} at {child.url}")
+        children.append(child)
+        await child.start()
+    for child in children:
+        await child.wait_ready(_READY_S)
+        view.say(f"{child.name} is ready")
+
+
+async def _watch(
+    plan: RunPlan, services: list[Child], children: list[Child], view: View
+) -> Observation:
+    seen = Observation(show=plan.spec.show)
+    finished_at: float | None = None
+    while True:
+        for child in children:
+            if await child.revive():
+                view.say(f"{child.name} died and was started again; its log: {child.log_path}")
+        await asyncio.gather(*(_look(child, seen) for child in services))
+        if seen.trainer is not None and seen.trainer.state == "failed":
+            raise DeltawireError(f"the trainer stopped: {seen.trainer.reason}")
+        done = seen.trainer is not None and seen.trainer.state == "finished"
+        if done and finished_at is None:
+            finished_at = time.monotonic()
+        settled = done and _all_equal(seen, plan.options.replicas)
+        late = finished_at is not None and time.monotonic() - finished_at > _SETTLE_S
+        view.show(seen, last=settled or late)
+        if settled or late:
+            return seen
+        await asyncio.sleep(_LOOK_EVERY_S)
+
+
+def _all_equal(seen: Observation, replicas: int) -> bool:
+    trainer = seen.trainer
+    return (
+        trainer is not None
+        and len(seen.replicas) == replicas
+        and all(
+            status.version == trainer.version and status.digest == trainer.digest
+            for status in seen.replicas.values()
+        )
+    )
+
+
+async def _look(child: Child, seen: Observation) -> None:
+    if child.name == TRAINER:
+        seen.trainer = await _status(child, TrainerStatus) or seen.trainer
+    elif child.name == ENVIRONMENT:
+        seen.environment = await _status(child, EnvironmentStatus) or seen.environment
+    elif (status := await _status(child, ReplicaStatus)) is not None:
+        seen.saw_replica(child.name, status)
+
+
+async def _status(child: Child, kind: type[Status]) -> Status | None:
+    try:
+        async with ServiceClient(child.url, token=child.token) as client:
+            return await client.status(kind)
+    except RemoteError:
+        return None  # restarting, or too busy to answer: the next look will tell
+
+
+def _summarise(
+    plan: RunPlan, seen: Observation, children: list[Child], seconds: float
+) -> RunSummary:
+    if seen.trainer is None:
+        raise DeltawireError("the trainer never answered /status; see its log")
+    return summarise(
+        seen.trainer,
+        [seen.replicas[name] for name in sorted(seen.replicas)],
+        pauses=seen.pauses_ms(),
+        seconds=seconds,
+        restarts={child.name: child.restarts for child in children if child.restarts},
+        paths={
+            "bucket": plan.store,
+            "rollouts": str(plan.folder / "rollouts"),
+            "logs": str(plan.logs),
+            "summary": str(plan.folder / "summary.json"),
+            "reward curve": str(plan.folder / "reward.png"),
+        },
+    )
