@@ -38,7 +38,8 @@ def run(
     """Train a job on this machine, every service a process of its own."""
     from deltawire.cli.plan import RunOptions
     from deltawire.cli.run import run_job
-    from deltawire.job.resolve import resolve_job
+    from deltawire.job.load import load_job
+    from deltawire.job.resolve import resolve
 
     given = overrides or []
     options = RunOptions(
@@ -51,7 +52,7 @@ def run(
         streams=streams,
         port=port,
     )
-    raise typer.Exit(run_job(options, resolve_job(job, given), plain=plain))
+    raise typer.Exit(run_job(options, resolve(load_job(job), given).spec, plain=plain))
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from deltawire.cli.children import Child, stop_all
 from deltawire.cli.live import LiveView
-from deltawire.cli.local_redis import redis_child
+from deltawire.cli.local_redis import LocalRedis, local_redis
 from deltawire.cli.observation import Observation
 from deltawire.cli.plain import PlainView
 from deltawire.cli.plan import (
@@ -75,31 +75,30 @@ def _point_latest(folder: Path) -> None:
 
 async def _run(plan: RunPlan, view: View) -> RunSummary:
     started = time.monotonic()
-    children: list[Child] = []
-    with view:
+    with view, contextlib.ExitStack() as stack:
+        redis = None
+        if plan.options.streams is None:
+            view.say("starting redis")
+            redis = stack.enter_context(local_redis(plan.folder / "redis"))
+        streams = plan.options.streams or (redis.url if redis else "")
+        children = service_children(plan, streams=streams)
         try:
-            await _start(plan, children, view)
-            services = [child for child in children if child.url.startswith("http")]
-            seen = await _watch(plan, services, children, view)
-            summary = _summarise(plan, seen, children, time.monotonic() - started)
+            await _start(children, view)
+            seen = await _watch(plan, children, redis, view)
         finally:
             await stop_all(list(reversed(children)))
+    restarts = {child.name: child.restarts for child in children if child.restarts}
+    if redis is not None and redis.restarts:
+        restarts[redis.name] = redis.restarts
+    summary = _summarise(plan, seen, restarts, time.monotonic() - started)
     await asyncio.to_thread(write_summary, summary, plan.folder)
     await asyncio.to_thread(draw_reward, summary, plan.folder / "reward.png")
     return summary
 
 
-async def _start(plan: RunPlan, children: list[Child], view: View) -> None:
-    streams = plan.options.streams
-    if streams is None:
-        view.say("starting redis")
-        redis, streams = redis_child(plan)
-        children.append(redis)
-        await redis.start()
-        await redis.wait_ready(30.0)
-    for child in service_children(plan, streams=streams):
+async def _start(children: list[Child], view: View) -> None:
+    for child in children:
         view.say(f"starting {child.name} at {child.url}")
-        children.append(child)
         await child.start()
     for child in children:
         await child.wait_ready(_READY_S)
@@ -107,15 +106,13 @@ async def _start(plan: RunPlan, children: list[Child], view: View) -> None:
 
 
 async def _watch(
-    plan: RunPlan, services: list[Child], children: list[Child], view: View
+    plan: RunPlan, children: list[Child], redis: LocalRedis | None, view: View
 ) -> Observation:
     seen = Observation(show=plan.spec.show)
     finished_at: float | None = None
     while True:
-        for child in children:
-            if await child.revive():
-                view.say(f"{child.name} died and was started again; its log: {child.log_path}")
-        await asyncio.gather(*(_look(child, seen) for child in services))
+        await _revive(children, redis, view)
+        await asyncio.gather(*(_look(child, seen) for child in children))
         if seen.trainer is not None and seen.trainer.state == "failed":
             raise DeltawireError(f"the trainer stopped: {seen.trainer.reason}")
         done = seen.trainer is not None and seen.trainer.state == "finished"
@@ -127,6 +124,14 @@ async def _watch(
         if settled or late:
             return seen
         await asyncio.sleep(_LOOK_EVERY_S)
+
+
+async def _revive(children: list[Child], redis: LocalRedis | None, view: View) -> None:
+    if redis is not None and await asyncio.to_thread(redis.revive):
+        view.say(f"redis died and was started again; its log: {redis.log_path}")
+    for child in children:
+        if await child.revive():
+            view.say(f"{child.name} died and was started again; its log: {child.log_path}")
 
 
 def _all_equal(seen: Observation, replicas: int) -> bool:
@@ -159,7 +164,7 @@ async def _status(child: Child, kind: type[Status]) -> Status | None:
 
 
 def _summarise(
-    plan: RunPlan, seen: Observation, children: list[Child], seconds: float
+    plan: RunPlan, seen: Observation, restarts: dict[str, int], seconds: float
 ) -> RunSummary:
     if seen.trainer is None:
         raise DeltawireError("the trainer never answered /status; see its log")
@@ -168,7 +173,7 @@ def _summarise(
         [seen.replicas[name] for name in sorted(seen.replicas)],
         pauses=seen.pauses_ms(),
         seconds=seconds,
-        restarts={child.name: child.restarts for child in children if child.restarts},
+        restarts=restarts,
         paths={
             "bucket": plan.store,
             "rollouts": str(plan.folder / "rollouts"),

@@ -1,0 +1,212 @@
+"""What a run shows: lines for a pipe, a panel for a terminal, a summary for a program."""
+
+import io
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from deltawire.cli.live import LiveView, render, sparkline
+from deltawire.cli.observation import Observation
+from deltawire.cli.plain import PlainView
+from deltawire.cli.report import print_report
+from deltawire.cli.summary import RunSummary, draw_reward, summarise, write_summary
+from deltawire.protocol.control import (
+    AppliedUpdate,
+    GroupCounts,
+    ReplicaStatus,
+    StepRecord,
+    SyncRecord,
+    TrainerStatus,
+)
+from deltawire.protocol.versions import PolicyVersion
+
+
+def _sync(version: int) -> SyncRecord:
+    return SyncRecord(
+        version=PolicyVersion(version),
+        kind="delta",
+        encoding="compact",
+        key=f"deltas/step_{version:06d}.safetensors",
+        bytes=500_000,
+        full_bytes=269_000_000,
+        changed=1_345_150,
+        total=134_515_008,
+        density=0.01,
+        diff_s=0.2,
+        encode_s=0.1,
+        upload_s=0.01,
+        commit_s=0.01,
+        announce_s=0.01,
+        total_s=0.33,
+    )
+
+
+def _step(number: int) -> StepRecord:
+    return StepRecord(
+        step=number,
+        version=PolicyVersion(number),
+        reward=0.1 * number,
+        reward_std=0.1,
+        staleness=1.0,
+        staleness_max=1,
+        groups=4,
+        rollouts=32,
+        tokens=700,
+        loss=0.0,
+        grad_norm=1.0,
+        lr=1e-5,
+        ess=0.9,
+        mismatch_kl=0.001,
+        metrics={"valid": 0.5, "distinct_words": 12.0},
+        phases_s={"wait": 1.0},
+        sync=_sync(number),
+        finished_at=10.0 * number,
+    )
+
+
+def _trainer(steps: int, *, state: str = "training", lost: int = 0) -> TrainerStatus:
+    return TrainerStatus.model_validate(
+        {
+            "run_id": "r",
+            "job": "guess",
+            "model": "smol",
+            "state": state,
+            "step": steps,
+            "steps": 4,
+            "version": steps,
+            "digest": "abc",
+            "store": "file:///b",
+            "groups": GroupCounts(issued=17, trained=16, dropped={"stale": 1}, lost=lost),
+            "history": [_step(n) for n in range(1, steps + 1)],
+            "waits_for": "rollouts",
+        }
+    )
+
+
+def _replica(*versions: int, digest: str = "abc") -> ReplicaStatus:
+    updates = [
+        AppliedUpdate(
+            version=PolicyVersion(v),
+            base_version=PolicyVersion(v - 1) if v else None,
+            kind="delta" if v else "anchor",
+            encoding="compact",
+            bytes=500_000,
+            changed=10,
+            total=100,
+            fetch_s=0.1,
+            stage_s=0.1,
+            pause_ms=3.0 + v if v else 900.0,
+            applied_at=0.0,
+        )
+        for v in versions
+    ]
+    return ReplicaStatus(
+        replica_id="inference-0",
+        run_id="r",
+        engine="torch",
+        state="serving",
+        version=PolicyVersion(versions[-1]),
+        digest=digest,
+        updates=updates,
+        updates_total=len(updates),
+    )
+
+
+def _seen(steps: int, *versions: int) -> Observation:
+    seen = Observation(show=["valid", "distinct_words"], trainer=_trainer(steps))
+    seen.saw_replica("inference-0", _replica(*versions))
+    return seen
+
+
+def test_a_step_and_its_sync_are_printed_once_each() -> None:
+    out = io.StringIO()
+    view = PlainView(out)
+    view.show(_seen(2, 0, 1))
+    view.show(_seen(2, 0, 1, 2))
+    view.show(_seen(2, 0, 1, 2), last=True)
+    lines = out.getvalue().splitlines()
+    assert [line.split("  ")[0] for line in lines] == ["step 1/4", "step 2/4", "sync 1", "sync 2"]
+    assert "valid 0.5  distinct_words 12" in lines[0]
+    assert "changed 1,345,150 of 134,515,008 (sparsity 99.000 %)" in lines[2]
+    assert "deltas/step_000001.safetensors 0.50 MB of 269.00 MB" in lines[2]
+    assert "total 0.33 s, inference paused 4.0 ms" in lines[2]
+
+
+def test_a_sync_line_waits_for_the_pause_but_not_for_ever() -> None:
+    out = io.StringIO()
+    view = PlainView(out)
+    view.show(_seen(1, 0))
+    assert "sync" not in out.getvalue()
+    view.show(_seen(4, 0))
+    assert "sync 1" in out.getvalue()
+    assert "not yet known" in out.getvalue()
+
+
+def test_the_first_load_is_no_pause() -> None:
+    assert _seen(2, 0, 1).pauses_ms() == {1: [4.0]}
+
+
+def test_time_left_follows_the_pace_of_the_last_steps() -> None:
+    assert _seen(2, 0).seconds_left() == 20.0
+    assert _seen(1, 0).seconds_left() is None
+
+
+def test_the_panel_shows_what_the_reader_looks_for() -> None:
+    console = Console(file=io.StringIO(), width=120, force_terminal=False)
+    console.print(render(_seen(3, 0, 1, 2)))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    for phrase in (
+        "3 of 4",
+        "0.300",
+        "1.000 % of the bf16",
+        "538x smaller",
+        "4.5 ms",
+        "trainer waits for rollouts",
+    ):
+        assert phrase in text, phrase
+
+
+def test_the_live_view_draws_before_anything_is_known() -> None:
+    console = Console(file=io.StringIO(), width=100)
+    with LiveView(console) as view:
+        view.say("starting redis")
+        view.show(Observation(show=[]))
+
+
+def test_a_sparkline_spans_its_own_extremes() -> None:
+    assert sparkline([0.0, 1.0, 0.5]) == "▁█▅"
+    assert sparkline([]) == ""
+
+
+def _summary(*, state: str = "finished", digest: str = "abc", lost: int = 0) -> RunSummary:
+    return summarise(
+        _trainer(4, state=state, lost=lost),
+        [_replica(0, 1, 2, 3, 4, digest=digest)],
+        pauses={1: [4.0, 6.0]},
+        seconds=60.0,
+        restarts={},
+        paths={"logs": "/l"},
+    )
+
+
+def test_the_summary_joins_steps_with_pauses(tmp_path: Path) -> None:
+    data = json.loads(write_summary(_summary(), tmp_path).read_text())
+    assert data["steps"][0]["pause_ms"] == 5.0
+    assert data["steps"][1]["pause_ms"] is None
+    assert data["steps"][3]["delta_bytes"] == 500_000
+    assert data["groups"]["dropped"] == {"stale": 1}
+    assert RunSummary.model_validate(data) == _summary()
+
+
+def test_the_exit_code_tells_whether_the_promises_held() -> None:
+    quiet = Console(file=io.StringIO(), width=200)
+    assert print_report(_summary(), quiet) == 0
+    assert print_report(_summary(digest="other"), quiet) == 1
+    assert print_report(_summary(lost=1), quiet) == 1
+    assert print_report(_summary(state="failed"), quiet) == 1
+
+
+def test_the_curve_is_a_picture(tmp_path: Path) -> None:
+    draw_reward(_summary(), tmp_path / "reward.png")
+    assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
