@@ -1,0 +1,13 @@
+"""Tensors <-> bytes: diff, encode, decode, apply, digest. No network, no chain, no policy.
+
+| file | noun |
+|---|---|
+| patch.py | ``SparsePatch``, ``Layout``, ``OldValues``: what changed, and where names stand |
+| diff.py | ``Shadow``: the published bits; ``diff`` / ``commit`` / ``rollback`` |
+| digest.py | ``Digest``, ``digest_full``, ``check_digests``: the running sum over the weights |
+| encode.py, decode.py | ``encode_delta``, ``decode_delta``, ``read_header``: the front doors |
+| seed.py | one encoding, both ways |
+| anchor.py | ``write_anchor``, ``iter_anchor``: every tensor of a version |
+| apply.py | ``LiveTensors``, ``gather``, ``scatter``, ``reverse``: patches onto live weights |
+| bits.py, container.py, kernels*.py | dtypes as bits, safetensors files, the inner loops |
+"""

@@ -1,0 +1,59 @@
+"""One delta file to patches: checked before anything is handed out.
+
+Everything that can be wrong with a file from outside is a MalformedObject, LayoutMismatch or
+UnknownSchema that names the file. What the bytes *say* is right only when ``check_digests`` (see
+digest.py) holds as well; nothing may touch live weights before.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from deltawire.codec.container import Container
+from deltawire.codec.patch import Layout, OldValues, SparsePatch, check_patches
+from deltawire.codec.seed import read_seed
+from deltawire.protocol.errors import LayoutMismatch, UnknownSchema
+from deltawire.protocol.header import ObjectHeader
+
+
+def read_header(path: Path) -> ObjectHeader:
+    """What a delta or anchor file says of itself, without reading its arrays."""
+    container = Container(path)
+    return ObjectHeader.from_metadata(container.metadata, name=container.name)
+
+
+def decode_delta(path: Path, layout: Layout, old: OldValues | None = None) -> list[SparsePatch]:
+    """The patches of a delta file, absolute and in layout order.
+
+    With `old` (the weights under the delta) every patch carries its old values, ready for
+    ``check_digests`` and for undo. Relative encodings cannot be read without it.
+    """
+    container = Container(path)
+    header = ObjectHeader.from_metadata(container.metadata, name=container.name)
+    _check_header(header, layout, name=container.name)
+    if header.encoding != "seed":
+        raise UnknownSchema(f"{container.name}: unknown encoding {header.encoding!r}")
+    patches = read_seed(container, header, layout)
+    check_patches(patches, layout, name=container.name)
+    _check_counts(header, patches, container)
+    if old is None:
+        return patches
+    return [replace(p, old=old.gather(p.name, p.indices)) for p in patches]
+
+
+def _check_header(header: ObjectHeader, layout: Layout, *, name: str) -> None:
+    if not header.sparse:
+        raise LayoutMismatch(f"{name}: an anchor, where a delta was expected")
+    if header.layout_digest != layout.digest or header.total_elements != layout.total_elements:
+        raise LayoutMismatch(
+            f"{name}: written for layout {header.layout_digest[:16]}, "
+            f"this run has {layout.digest[:16]}"
+        )
+
+
+def _check_counts(
+    header: ObjectHeader, patches: Sequence[SparsePatch], container: Container
+) -> None:
+    found = sum(patch.changed for patch in patches)
+    if header.num_changed != found:
+        raise container.wrong(f"{header.num_changed} changes announced, {found} found")

@@ -1,0 +1,254 @@
+"""The shadow: the published bits, and what the training weights differ from them.
+
+Exactly one extra copy of the weights is kept, in the published dtype. It replaces a snapshot
+before each optimizer step: a diff is taken against what was really published, so skipped steps,
+failed uploads and several optimizer steps per sync all come out right. ``diff`` rounds, compares
+and moves the shadow in one pass; what it moved stays *pending* until the version is committed.
+
+    shadow = Shadow.of(model.named_parameters(), layout)   # version 0
+    patches = shadow.diff(model.named_parameters())        # training waits for this only
+    ...encode, upload, commit the version...
+    shadow.commit()                                        # or rollback() when it failed
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from threading import Lock
+
+import numpy as np
+import torch
+
+from deltawire.codec import kernels
+from deltawire.codec.bits import BitArray, IndexArray, bits_of, torch_type
+from deltawire.codec.digest import Digest, digest_full
+from deltawire.codec.kernels import Kernels
+from deltawire.codec.kernels_numpy import rounded
+from deltawire.codec.patch import Layout, OldValues, SparsePatch, TensorLayout
+from deltawire.protocol.errors import LayoutMismatch
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+"""``model.named_parameters()`` or any like it. Names outside the layout (tied) are passed over."""
+
+_Find = Callable[[BitArray, BitArray, int, IndexArray, BitArray, BitArray, int], tuple[int, int]]
+_ROOM = 1 << 19
+"""Changes that the output buffers hold at first; they grow when a diff is denser."""
+_CAST_CHUNK = 1 << 20
+"""Elements cast at a time where no fused loop exists (fp32 masters published as fp16)."""
+
+
+class Shadow:
+    """The published bits of every stored tensor. Safe to use from a training and a commit thread.
+
+    Diffs may overlap commits: each ``diff`` pushes a pending entry, ``commit`` drops the oldest,
+    ``rollback`` undoes every pending one, newest first, so that the next diff finds it all again.
+    """
+
+    def __init__(
+        self, layout: Layout, bits: Mapping[str, BitArray], *, loops: Kernels | None = None
+    ) -> None:
+        self.layout = layout
+        self._bits = dict(bits)
+        self._pending: deque[list[SparsePatch]] = deque()
+        self._lock = Lock()
+        self._loops = loops if loops is not None else kernels.load()
+        for name in layout:
+            held = self._bits.get(name)
+            if held is None or held.size != layout[name].numel:
+                raise LayoutMismatch(f"{name}: the shadow needs {layout[name].numel} elements")
+
+    @classmethod
+    def of(
+        cls, named_tensors: NamedTensors, layout: Layout, *, loops: Kernels | None = None
+    ) -> "Shadow":
+        """The shadow of weights as they are now: the base model, or a restored checkpoint."""
+        bits = {name: np.zeros(layout[name].numel, layout[name].bits) for name in layout}
+        shadow = cls(layout, bits, loops=loops)
+        for name, tensor in _chosen(named_tensors, layout):
+            shadow._publish_dense(layout[name], tensor)
+        return shadow
+
+    @property
+    def pending(self) -> int:
+        """Diffs that are neither committed nor rolled back."""
+        return len(self._pending)
+
+    def diff(self, named_tensors: NamedTensors) -> list[SparsePatch]:
+        """What differs from the published bits, with old values, in layout order; moves the shadow.
+
+        Raises LayoutMismatch, and leaves the shadow as it was, when a tensor is missing, twice,
+        of another shape, or of a dtype that does not lead to the published one.
+        """
+        with self._lock:
+            found = dict(_chosen(named_tensors, self.layout))
+            room = _ChangeRoom()
+            patches = [
+                patch
+                for name in self.layout
+                if (patch := self._diff_one(self.layout[name], found[name], room)).changed
+            ]
+            self._pending.append(patches)
+            return patches
+
+    def commit(self) -> None:
+        """The oldest pending diff is published: it will not be undone."""
+        with self._lock:
+            self._pending.popleft()
+
+    def rollback(self) -> None:
+        """Undo every pending diff: the shadow is again what was last committed."""
+        with self._lock:
+            while self._pending:
+                for patch in self._pending.pop():
+                    assert patch.old is not None  # diff always records it
+                    self._loops.scatter(self._bits[patch.name], patch.indices, patch.old)
+
+    def named_bits(self) -> Iterator[tuple[str, BitArray]]:
+        """Every tensor's bits in layout order, pending diffs included. Views: do not write."""
+        for name in self.layout:
+            yield name, self._bits[name]
+
+    def digest(self) -> Digest:
+        """Full digest of what the shadow holds, pending diffs included."""
+        with self._lock:
+            return digest_full(self.named_bits(), self.layout)
+
+    def before(self, patches: Sequence[SparsePatch]) -> OldValues:
+        """The weights under a pending diff (the list that ``diff`` returned), for encoders."""
+        return _Before(self, patches)
+
+    def _diff_one(
+        self, tensor: TensorLayout, source: torch.Tensor, room: "_ChangeRoom"
+    ) -> SparsePatch:
+        fused = source.dtype == torch.float32 and tensor.dtype == "BF16"
+        find = self._loops.find_rounded_changes if fused else self._loops.find_changes
+        shadow = self._bits[tensor.name]
+        room.begin(tensor)
+        if fused or source.dtype == torch_type(tensor.dtype):
+            room.fill(find, bits_of(source), shadow)
+        else:
+            flat = source.detach().reshape(-1)
+            for begin in range(0, tensor.numel, _CAST_CHUNK):
+                part = flat[begin : begin + _CAST_CHUNK].to(torch_type(tensor.dtype))
+                room.fill(find, bits_of(part), shadow[begin : begin + _CAST_CHUNK], begin)
+        return room.patch(tensor.name)
+
+    def _publish_dense(self, tensor: TensorLayout, source: torch.Tensor) -> None:
+        """Take the tensor as published, without recording changes."""
+        shadow = self._bits[tensor.name]
+        flat = source.detach().reshape(-1)
+        for begin in range(0, tensor.numel, _CAST_CHUNK):
+            part = flat[begin : begin + _CAST_CHUNK]
+            shadow[begin : begin + part.numel()] = published_bits(part, tensor.dtype)
+
+
+def published_bits(source: torch.Tensor, dtype: str) -> BitArray:
+    """Bits of a tensor as published in `dtype`. fp32 -> bf16 rounds as the diff does."""
+    if source.dtype == torch.float32 and dtype == "BF16":
+        return rounded(bits_of(source))
+    return bits_of(source.to(torch_type(dtype)))
+
+
+def _chosen(named_tensors: NamedTensors, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
+    """The layout's tensors out of those given, checked. Raises LayoutMismatch."""
+    missing = set(layout)
+    for name, source in named_tensors:
+        if name not in layout:
+            continue
+        if name not in missing:
+            raise LayoutMismatch(f"{name} was given twice")
+        missing.discard(name)
+        tensor = layout[name]
+        if tuple(source.shape) != tensor.shape:
+            raise LayoutMismatch(f"{name}: shape {tensor.shape} expected, found {source.shape}")
+        wanted = torch_type(tensor.dtype)
+        if source.dtype != wanted and not (
+            source.dtype == torch.float32 and wanted.is_floating_point
+        ):
+            raise LayoutMismatch(f"{name}: {source.dtype} cannot be published as {tensor.dtype}")
+        yield name, source
+    if missing:
+        raise LayoutMismatch(f"{len(missing)} tensors were not given, among them {min(missing)}")
+
+
+class _ChangeRoom:
+    """Output buffers that serve one tensor after another and grow when a diff is dense."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._indices: IndexArray = np.empty(0, np.int32)
+        self._values: BitArray = np.empty(0, np.uint16)
+        self._old: BitArray = np.empty(0, np.uint16)
+
+    def begin(self, tensor: TensorLayout) -> None:
+        """Empty, and of this tensor's types."""
+        self._count = 0
+        size = max(self._indices.size, _ROOM)
+        if self._indices.size == 0 or self._indices.dtype != tensor.index_type:
+            self._indices = np.empty(size, tensor.index_type)
+        if self._values.size != size or self._values.dtype != tensor.bits:
+            self._values = np.empty(size, tensor.bits)
+            self._old = np.empty(size, tensor.bits)
+
+    def fill(self, find: _Find, new: BitArray, shadow: BitArray, offset: int = 0) -> None:
+        """Run a kernel over a stretch that stands at `offset` of the tensor."""
+        start, at = self._count, 0
+        while True:
+            at, self._count = find(
+                new, shadow, at, self._indices, self._values, self._old, self._count
+            )
+            if at == new.size:
+                break
+            self._grow()
+        if offset:
+            self._indices[start : self._count] += offset
+
+    def patch(self, name: str) -> SparsePatch:
+        """What was found, in arrays of its own."""
+        found = slice(0, self._count)
+        return SparsePatch(
+            name=name,
+            indices=self._indices[found].copy(),
+            values=self._values[found].copy(),
+            old=self._old[found].copy(),
+        )
+
+    def _grow(self) -> None:
+        extra = max(self._indices.size, _ROOM)
+        self._indices = np.concatenate([self._indices, np.empty(extra, self._indices.dtype)])
+        self._values = np.concatenate([self._values, np.empty(extra, self._values.dtype)])
+        self._old = np.concatenate([self._old, np.empty(extra, self._old.dtype)])
+
+
+class _Before:
+    """A shadow as it was before one pending diff: later diffs and that one are looked through."""
+
+    def __init__(self, shadow: Shadow, patches: Sequence[SparsePatch]) -> None:
+        self._shadow = shadow
+        self._patches = patches
+
+    def gather(self, name: str, indices: IndexArray) -> BitArray:
+        """See OldValues."""
+        if indices.size == 0:
+            return np.empty(0, self._shadow.layout[name].bits)
+        begin, end = int(indices[0]), int(indices[-1]) + 1
+        return self.read(name, begin, end)[indices - begin]
+
+    def read(self, name: str, begin: int, end: int) -> BitArray:
+        """See OldValues. A copy with the changed places put back."""
+        with self._shadow._lock:
+            bits = self._shadow._bits[name][begin:end].copy()
+            undone = self._undone(name)
+        for patch in undone:
+            assert patch.old is not None  # diff always records it
+            first, last = np.searchsorted(patch.indices, [begin, end])
+            bits[patch.indices[first:last] - begin] = patch.old[first:last]
+        return bits
+
+    def _undone(self, name: str) -> list[SparsePatch]:
+        """This tensor's patches from the newest pending diff back to ours."""
+        found: list[SparsePatch] = []
+        for pending in reversed(self._shadow._pending):
+            found += [patch for patch in pending if patch.name == name]
+            if pending is self._patches:
+                return found
+        raise LayoutMismatch("this diff is no longer pending: its base cannot be given back")
