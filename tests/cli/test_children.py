@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,11 @@ def _child(tmp_path: Path, code: str) -> Child:
         url=f"http://127.0.0.1:{port}",
         token=SecretStr("t"),
     )
+
+
+def _wait_for(child: Child, word: str) -> None:
+    while word not in child.tail():
+        time.sleep(0.05)
 
 
 async def test_a_child_is_ready_when_it_answers_and_ends_when_told(tmp_path: Path) -> None:
@@ -83,8 +89,7 @@ async def test_a_child_that_ignores_sigterm_is_killed(
     monkeypatch.setattr("deltawire.cli.children._STOP_S", 0.3)
     child = _child(tmp_path, _DEAF)
     await child.start()
-    while "deaf" not in child.tail():
-        await asyncio.sleep(0.05)
+    await asyncio.to_thread(_wait_for, child, "deaf")
     await stop_all([child])
     assert child.process is not None
     assert child.process.returncode == -signal.SIGKILL
