@@ -1,0 +1,1 @@
+"""Policy-gradient losses: small pure functions from token logprobs to token losses."""

@@ -1,0 +1,132 @@
+"""The policy being trained: fp32 master weights, their published view, and their logprobs.
+
+Names and order are those of the model's parameters with tied weights once; that order is the
+layout of the run. What is published is the masters rounded to the published dtype, which is also
+what autocast multiplies with, so trainer and replicas compute with the same numbers.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from deltawire_trainer.batches import PackedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprobs:
+    """What the policy says of a packed batch."""
+
+    tokens: torch.Tensor
+    """[T] logprobs of the trained tokens, with gradient when wanted."""
+    entropy: torch.Tensor
+    """[T] entropy of the distribution each token was drawn from, in nats."""
+
+
+class Policy:
+    """A causal language model with fp32 masters."""
+
+    def __init__(
+        self, model: PreTrainedModel, *, autocast: bool = True, temperature: float = 1.0
+    ) -> None:
+        self.model = model
+        self.autocast = autocast
+        self.temperature = temperature or 1.0
+        """That of sampling; logprobs are those of the distribution sampled from."""
+
+    @classmethod
+    def load(
+        cls, folder: Path, *, autocast: bool, temperature: float, gradient_checkpointing: bool
+    ) -> "Policy":
+        """Read a model folder into fp32 masters, exactly."""
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        )
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        model.train()
+        return cls(model, autocast=autocast, temperature=temperature)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the masters are."""
+        device: torch.device = next(self.model.parameters()).device
+        return device
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of token ids the model can read."""
+        return int(self.model.get_input_embeddings().num_embeddings)
+
+    def named_masters(self) -> dict[str, torch.nn.Parameter]:
+        """Every parameter by name in layout order, tied weights once."""
+        return dict(self.model.named_parameters())
+
+    def published(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """The masters as replicas see them: rounded, one at a time, in layout order."""
+        for name, master in self.named_masters().items():
+            yield name, master.detach().to(dtype)
+
+    def tied(self) -> dict[str, str]:
+        """Name that is not in the layout -> name that holds its data."""
+        owner = {id(p): name for name, p in self.named_masters().items()}
+        everything = self.model.named_parameters(remove_duplicate=False)
+        return {name: owner[id(p)] for name, p in everything if owner[id(p)] != name}
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether tokens may be packed as a forest: every layer attends in full, nothing else
+        carries state from one token to the next."""
+        config = self.model.config.get_text_config()
+        kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+        windowed = getattr(config, "use_sliding_window", True) and bool(
+            getattr(config, "sliding_window", None)
+        )
+        recurrent = any(hasattr(config, name) for name in _RECURRENT_MARKS)
+        return kinds == {"full_attention"} and not windowed and not recurrent
+
+    def logprobs(self, batch: PackedBatch, *, entropy_gradient: bool = False) -> Logprobs:
+        """Logprobs and entropies of a batch's trained tokens, at the sampling temperature."""
+        logits = self._logits(batch) / self.temperature
+        chosen = logits[batch.token_row, batch.targets]
+        log_norm = logits.logsumexp(-1)
+        with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
+            entropy = log_norm - ((logits - log_norm[:, None]).exp() * logits).sum(-1)
+        masks = batch.sampling_mask
+        normaliser = (
+            log_norm[batch.token_row] if masks is None else _masked_norm(logits, batch, masks)
+        )
+        return Logprobs(tokens=chosen - normaliser, entropy=entropy[batch.token_row])
+
+    def _logits(self, batch: PackedBatch) -> torch.Tensor:
+        """[R, vocabulary] float32 (or wider) logits of the rows that predict a trained token."""
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            output = self.model(
+                input_ids=batch.input_ids,
+                position_ids=batch.position_ids,
+                attention_mask=batch.attention_mask,
+                logits_to_keep=batch.rows,
+                use_cache=False,
+            )
+        logits: torch.Tensor = output.logits[0]
+        return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+_RECURRENT_MARKS = ("ssm_state_size", "mamba_d_state", "linear_conv_kernel_dim", "conv_L_cache")
+"""Configuration fields of layers that carry state besides attention."""
+
+
+def _masked_norm(logits: torch.Tensor, batch: PackedBatch, masks: list[list[int]]) -> torch.Tensor:
+    """[T] log normaliser over the ids that could have been drawn.
+
+    With top-p or top-k the behaviour logprobs are those of the truncated distribution; dividing by
+    the same set keeps the ratio right (sampling-mask replay).
+    """
+    width = max(len(ids) for ids in masks)
+    padded = torch.full((len(masks), width), -1, dtype=torch.int64)
+    for row, ids in enumerate(masks):
+        padded[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+    kept = logits[batch.token_row[:, None], padded.clamp(min=0)]
+    return kept.masked_fill(padded < 0, -torch.inf).logsumexp(-1)
