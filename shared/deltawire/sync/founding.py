@@ -1,0 +1,139 @@
+"""How a run begins, and how a trainer that comes back finds what was really published.
+
+Order of founding: the claim (by opening the ledger), model files, anchor 0, run.json, then the
+commit of anchor 0. A trainer killed in between leaves a run without a committed version, which its
+owner, or a take-over, founds again: what lies there already must be the same.
+"""
+
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from deltawire.codec.diff import Shadow
+from deltawire.codec.patch import Layout
+from deltawire.protocol.chain import Head, ModelFile, RunManifest
+from deltawire.protocol.errors import LayoutMismatch, ObjectExists, ObjectMissing, StoreError
+from deltawire.protocol.layout import RUN_KEY, in_run, model_file_key
+from deltawire.protocol.versions import BASE_VERSION
+from deltawire.store.base import Store
+from deltawire.sync.follower import Follower, sha256_of
+from deltawire.sync.heads import as_bytes
+from deltawire.sync.ledger import Ledger
+from deltawire.sync.replay import empty_tensors, replay
+from deltawire.sync.upload import upload_anchor
+
+
+def found_run(
+    store: Store,
+    ledger: Ledger,
+    shadow: Shadow,
+    *,
+    tied: Mapping[str, str],
+    base_model: str,
+    model_files: Mapping[str, Path],
+    anchor_packed: bool,
+) -> None:
+    """Write everything a replica needs to join, and commit version 0."""
+    run_id = ledger.head.run_id
+    manifest = RunManifest(
+        run_id=run_id,
+        base_model=base_model,
+        layout_digest=shadow.layout.digest,
+        tensors=shadow.layout.specs,
+        tied=dict(tied),
+        model_files=[_model_file(name, path) for name, path in sorted(model_files.items())],
+        created_at=time.time(),
+    )
+    for name, path in model_files.items():
+        _put_once(store, in_run(run_id, model_file_key(name)), path)
+    with tempfile.TemporaryDirectory(prefix="deltawire-found-") as folder:
+        anchor = upload_anchor(
+            store,
+            dict(shadow.named_bits()),
+            layout=shadow.layout,
+            version=BASE_VERSION,
+            run_id=run_id,
+            digest=shadow.digest(),
+            epoch=ledger.claim.epoch,
+            packed=anchor_packed,
+            folder=Path(folder),
+        )
+        _put_manifest(store, manifest, Path(folder))
+    ledger.write(version=BASE_VERSION, add=[anchor])
+
+
+def check_same_model(store: Store, run_id: str, layout: Layout) -> None:
+    """Raise LayoutMismatch when the run exists and was founded for other tensors.
+
+    Asked before the run is claimed: a trainer with the wrong model must not fence the right one.
+    """
+    with tempfile.TemporaryDirectory(prefix="deltawire-found-") as folder:
+        try:
+            there = Follower(store, run_id, Path(folder)).layout()
+        except ObjectMissing:
+            return
+    if there.digest != layout.digest:
+        raise LayoutMismatch(
+            f"run {run_id!r} was founded for other tensors than this trainer's "
+            f"({_first_difference(there, layout)}); choose another run id"
+        )
+
+
+def restored_shadow(store: Store, head: Head, guess: Shadow) -> Shadow:
+    """The published bits of the head: the trainer's own weights if their digest says so, else by
+    replaying the chain from the store."""
+    with tempfile.TemporaryDirectory(prefix="deltawire-restore-") as folder:
+        follower = Follower(store, head.run_id, Path(folder))
+        if str(guess.digest()) == head.link_digest(head.version):
+            return guess
+        follower.head()
+        tensors = empty_tensors(guess.layout)
+        objects = follower.fetch(follower.route(None, head.version))
+        replay(objects, tensors, run_id=head.run_id)
+    return Shadow(guess.layout, dict(tensors.named_bits()))
+
+
+def _model_file(name: str, path: Path) -> ModelFile:
+    model_file_key(name)
+    return ModelFile(name=name, sha256=sha256_of(path), bytes=path.stat().st_size)
+
+
+def _put_once(store: Store, key: str, path: Path) -> None:
+    """Upload, or see that the very same file is there already."""
+    try:
+        store.put(key, path)
+    except ObjectExists:
+        with tempfile.TemporaryDirectory(prefix="deltawire-found-") as folder:
+            there = Path(folder, "there")
+            store.fetch(key, there)
+            if sha256_of(there) != sha256_of(path):
+                raise StoreError(
+                    f"{key} lies in {store.uri} from another model; choose another run id"
+                ) from None
+
+
+def _put_manifest(store: Store, manifest: RunManifest, folder: Path) -> None:
+    path = folder / RUN_KEY
+    path.write_bytes(as_bytes(manifest))
+    try:
+        store.put(in_run(manifest.run_id, RUN_KEY), path)
+    except ObjectExists:
+        there = Follower(store, manifest.run_id, folder).manifest()
+        if there.model_copy(update={"created_at": manifest.created_at}) != manifest:
+            raise LayoutMismatch(
+                f"{RUN_KEY} of run {manifest.run_id!r} was written for another model; choose "
+                "another run id"
+            ) from None
+
+
+def _first_difference(there: Layout, here: Layout) -> str:
+    for name in [*there, *here]:
+        if name not in there or name not in here:
+            return f"{name} is only in {'the run' if name in there else 'this model'}"
+        if (there[name].shape, there[name].dtype) != (here[name].shape, here[name].dtype):
+            return (
+                f"{name} is {there[name].dtype} {there[name].shape} in the run and "
+                f"{here[name].dtype} {here[name].shape} here"
+            )
+    return "their order differs"

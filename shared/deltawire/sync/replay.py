@@ -1,0 +1,96 @@
+"""Replay a route onto tensors: each object checked against its link and its digests, then written.
+
+Guarantees: when an object is refused, the tensors stand exactly at the version before it. For
+engines that must not write while tokens flow, the pieces are in codec; this is the plain way, for
+a resuming trainer, for anyone's own loop and for tools.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from deltawire.codec.anchor import iter_anchor
+from deltawire.codec.apply import LiveTensors, scatter
+from deltawire.codec.bits import torch_type
+from deltawire.codec.decode import decode_delta, read_header
+from deltawire.codec.digest import Digest, check_digests, digest_full
+from deltawire.codec.patch import Layout
+from deltawire.protocol.chain import Link
+from deltawire.protocol.errors import DigestMismatch, MalformedObject, VersionGap
+from deltawire.protocol.header import ObjectHeader
+from deltawire.protocol.layout import ObjectKind
+
+
+def replay(
+    objects: Sequence[tuple[Link, Path]],
+    tensors: LiveTensors,
+    *,
+    run_id: str,
+    digest: Digest | None = None,
+) -> Digest:
+    """Write the objects in order; returns the digest of what the tensors then hold.
+
+    `digest` is the running digest of the tensors as given; None when they hold nothing yet, and
+    the route must then begin with an anchor. Raises WeightsError children.
+    """
+    for link, path in objects:
+        header = read_header(path)
+        check_header(header, link, run_id=run_id, layout=tensors.layout, name=path.name)
+        if link.kind is ObjectKind.ANCHOR:
+            digest = _replay_anchor(link, path, tensors)
+        elif digest is None:
+            raise VersionGap(have=None, want=link.version)
+        else:
+            digest = _replay_delta(header, link, path, tensors, held=digest)
+    if digest is None:
+        raise MalformedObject("an empty route leads nowhere from nothing")
+    return digest
+
+
+def check_header(
+    header: ObjectHeader, link: Link, *, run_id: str, layout: Layout, name: str
+) -> None:
+    """Raise MalformedObject unless a file is the one its link speaks of, in this run."""
+    said = {
+        "run_id": (run_id, header.run_id),
+        "model_version": (link.version, header.model_version),
+        "base_version": (link.base_version, header.base_version),
+        "new_digest": (link.new_digest, header.new_digest),
+        "encoding": (link.encoding, header.encoding),
+        "layout_digest": (layout.digest, header.layout_digest),
+    }
+    for field, (expected, found) in said.items():
+        if expected != found:
+            raise MalformedObject(f"{name}: {field} is {found!r}, {link.key} says {expected!r}")
+
+
+def empty_tensors(layout: Layout) -> LiveTensors:
+    """Zeroed CPU tensors of a run's layout, to replay onto."""
+    zeros = {
+        name: torch.zeros(tensor.shape, dtype=torch_type(tensor.dtype))
+        for name, tensor in layout.items()
+    }
+    return LiveTensors(zeros.items(), layout)
+
+
+def _replay_anchor(link: Link, path: Path, tensors: LiveTensors) -> Digest:
+    """Two passes over the file: the digest must hold before the first tensor is written."""
+    layout = tensors.layout
+    found = digest_full(iter_anchor(path, layout=layout), layout)
+    if str(found) != link.new_digest:
+        raise DigestMismatch(link.key, expected=link.new_digest, actual=str(found))
+    for name, bits in iter_anchor(path, layout=layout):
+        tensors.write(name, bits)
+    return found
+
+
+def _replay_delta(
+    header: ObjectHeader, link: Link, path: Path, tensors: LiveTensors, *, held: Digest
+) -> Digest:
+    if header.base_digest != str(held):
+        raise DigestMismatch(link.key, expected=header.base_digest, actual=str(held))
+    patches = decode_delta(path, layout=tensors.layout, old=tensors)
+    new = check_digests(header, patches, tensors.layout, held=held, name=link.key)
+    scatter(tensors, patches)
+    return new

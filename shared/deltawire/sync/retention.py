@@ -1,0 +1,91 @@
+"""What may be removed. Pure: from links and listings to a plan; nothing here touches a store.
+
+Two steps, so that a reader is never robbed: first links leave latest.json (`plan_links`), then, a
+grace time later, objects that no link names leave the bucket (`plan_sweep`). A follower that read
+the former latest.json still finds what it names for that long, and re-plans when it does not.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from deltawire.protocol.chain import Head, Link
+from deltawire.protocol.errors import InvalidKey
+from deltawire.protocol.layout import ObjectKind, in_run, parse_key
+from deltawire.store.base import ObjectInfo
+
+GRACE_S = 900.0
+"""An object that no link names is removed when it is this old: longer than any download takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPlan:
+    """Which links stay in latest.json."""
+
+    keep: list[Link]
+    drop: list[Link]
+
+
+def plan_links(head: Head, *, keep_versions: int) -> LinkPlan:
+    """Keep every way to the newest version for a replica at most `keep_versions` behind, and for
+    one that holds nothing.
+
+    The newest anchor at or before `head.version - keep_versions` is the floor; what leads only to
+    versions at or before the floor goes, but for that anchor. Without such an anchor all stays.
+    """
+    oldest_served = head.version - keep_versions
+    anchors = [
+        link.version
+        for link in head.links
+        if link.kind is ObjectKind.ANCHOR and link.version <= oldest_served
+    ]
+    if not anchors:
+        return LinkPlan(keep=list(head.links), drop=[])
+    floor = max(anchors)
+    keep = [link for link in head.links if _leads_past(link, floor)]
+    return LinkPlan(keep=keep, drop=[link for link in head.links if link not in keep])
+
+
+def _leads_past(link: Link, floor: int) -> bool:
+    if link.base_version is None:
+        return link.version >= floor
+    return link.base_version >= floor
+
+
+def linked_keys(head: Head) -> set[str]:
+    """Keys, relative to the run, of every object that `head` names."""
+    return {shard.key for link in head.links for shard in link.shards} | {
+        link.key for link in head.links
+    }
+
+
+def plan_sweep(
+    listing: Sequence[ObjectInfo],
+    head: Head,
+    *,
+    now_s: float,
+    grace_s: float = GRACE_S,
+    arriving: Collection[str] = (),
+) -> list[ObjectInfo]:
+    """Objects of the run that no link names and that have been lying for `grace_s`.
+
+    `listing` is the store's, below the run; `arriving` are keys relative to the run that this
+    process is uploading. Whatever is not the key of an anchor, delta, adapter or skip file is not
+    ours to remove.
+    """
+    named = linked_keys(head) | set(arriving)
+    prefix = in_run(head.run_id, "")
+    return [
+        info
+        for info in listing
+        if (key := info.key.removeprefix(prefix)) not in named
+        and _is_object(key)
+        and now_s - info.modified_at >= grace_s
+    ]
+
+
+def _is_object(key: str) -> bool:
+    try:
+        parse_key(key)
+    except InvalidKey:
+        return False
+    return True
