@@ -55,6 +55,17 @@ def run(
     raise typer.Exit(run_job(options, resolve(load_job(job), given).spec, plain=plain))
 
 
+@app.command()
+def status(
+    urls: Annotated[list[str], typer.Argument(help="Service URLs; token in DELTAWIRE_TOKEN.")],
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show what services say of themselves."""
+    from deltawire.cli.status import show_status
+
+    raise typer.Exit(show_status(urls, as_json=as_json))
+
+
 def main() -> None:
     """Run a command; errors of the tree are one sentence, not a traceback."""
     try:
