@@ -19,6 +19,8 @@ UPDATE_WEIGHTS, PAUSE, RESUME, STOP, SYNC = (
     "/sync",
 )
 GENERATE = "/v1/generate"
+STREAMS = "/streams"
+"""Prefix of the trainer's HTTPS face of the streams."""
 
 
 class WeightNotice(OpenWireModel):
@@ -205,3 +207,33 @@ class EnvironmentStatus(WireModel):
     reaped_total: int = 0
     draining: bool = False
     started_at: float = 0.0
+
+
+class LeaseRef(WireModel):
+    """A lease as the HTTPS face of the streams names it."""
+
+    entry_id: str = Field(max_length=64)
+    consumer: str = Field(max_length=128)
+    ticket_id: str = Field(max_length=256)
+    reason: str = Field("", max_length=512)
+    """Why it is given back."""
+
+
+class ClaimRequest(WireModel):
+    """POST /streams/claim: a long poll."""
+
+    consumer: str = Field(min_length=1, max_length=128)
+    timeout_s: float = Field(20.0, ge=0.0)
+
+
+class FinishReceipt(WireModel):
+    """POST /streams/finish: whether this group is the one on the stream."""
+
+    added: bool
+
+
+class ReplicaHeartbeat(WireModel):
+    """POST /streams/register."""
+
+    status: ReplicaStatus
+    ttl_s: float = Field(gt=0)

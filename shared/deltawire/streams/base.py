@@ -52,6 +52,11 @@ class Depth:
     dead_reasons: dict[str, int] = field(default_factory=dict)
 
 
+def counted_reason(reason: str) -> str:
+    """The words under which a dead letter is counted: those before the first colon."""
+    return reason.partition(":")[0][:80]
+
+
 class ProducerStreams(Protocol):
     """What a producer needs."""
 
@@ -63,12 +68,19 @@ class ProducerStreams(Protocol):
         """Keep a lease. LeaseLost when it was claimed by somebody else."""
         ...
 
-    async def finish(self, lease: Lease, group: RolloutGroup) -> bool:
-        """Append the group and ack the ticket in one transaction. False: it was there already."""
+    async def finish(self, lease: Lease, group: RolloutGroup, *, idempotency_key: str = "") -> bool:
+        """Append the group and ack the ticket in one transaction. False: it was there already.
+
+        A repeated call with the same key (default: a new one) is the same call: it answers as the
+        first did and counts nothing. LeaseLost when the ticket was withdrawn; PayloadTooLarge.
+        """
         ...
 
     async def give_back(self, lease: Lease, *, reason: str) -> None:
-        """Return a ticket at once, for another producer (drain, shutdown, dead engine)."""
+        """Return a ticket at once, for another producer (drain, shutdown, dead engine).
+
+        LeaseLost when it was claimed by somebody else. Does not count as a delivery.
+        """
         ...
 
     async def register(self, status: ReplicaStatus, *, ttl_s: float) -> None:
