@@ -71,7 +71,8 @@ class EngineLoad:
 
 
 class Engine(Protocol):
-    """Raises only EngineError and WeightsError children. One swap at a time."""
+    """Raises only EngineError and WeightsError children, and MalformedMessage for a request that
+    cannot be meant (ids outside the vocabulary, a prompt too long). One swap at a time."""
 
     name: str
     capabilities: frozenset[str]

@@ -1,0 +1,243 @@
+"""The torch engine: a transformers model in this process. See engines/base.py for the seam."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from deltawire.codec.patch import Layout
+from deltawire.protocol.chain import RunManifest
+from deltawire.protocol.errors import (
+    DeltawireError,
+    EngineError,
+    MalformedMessage,
+    ReplicaBroken,
+    VersionNotServed,
+)
+from deltawire.protocol.generation import GenerateRequest, GenerateResponse
+from deltawire.protocol.versions import PolicyVersion
+from deltawire_inference.engines.base import (
+    ApplyReport,
+    EngineLoad,
+    SampledToken,
+    StagedUpdate,
+    SwapMode,
+)
+from deltawire_inference.engines.torch.core import EngineCore, Limits
+from deltawire_inference.engines.torch.flight import PIN_RETRY_S, Flight, completion_of
+from deltawire_inference.engines.torch.loop import EngineLoop
+from deltawire_inference.engines.torch.model import LoadedModel, build_model
+from deltawire_inference.engines.torch.route import Objects
+from deltawire_inference.engines.torch.row import Row, dice_of
+from deltawire_inference.engines.torch.stops import StopRule
+from deltawire_inference.engines.torch.weights import LiveWeights
+
+
+class _Parts:
+    """What exists between `start` and `close`."""
+
+    def __init__(self, loaded: LoadedModel, weights: LiveWeights, core: EngineCore) -> None:
+        self.loaded, self.weights, self.core = loaded, weights, core
+        self.loop = EngineLoop(core)
+
+
+class TorchEngine:
+    """Continuous batching on a CPU (or one GPU), weights swapped between two forward passes."""
+
+    name = "torch"
+    capabilities = frozenset({"sampling_mask", "score"})
+
+    def __init__(self, *, limits: Limits | None = None, device: str = "cpu") -> None:
+        self._limits = limits or Limits()
+        self._device = torch.device(device)
+        self._parts: _Parts | None = None
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """See Engine."""
+        return PolicyVersion(self._parts.core.version) if self._parts else None
+
+    @property
+    def digest(self) -> str:
+        """See Engine."""
+        return str(self._parts.weights.digest) if self._parts else ""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The run's tokenizer; None before the start and when the run has none."""
+        return self._parts.loaded.tokenizer if self._parts else None
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of one sequence, prompt included."""
+        return min(self._limits.max_length, self._ready().loaded.max_length)
+
+    async def start(
+        self,
+        model_dir: Path,
+        objects: Objects,
+        *,
+        manifest: RunManifest,
+        version: PolicyVersion,
+    ) -> None:
+        """See Engine. A second start ends what runs and begins anew."""
+        await self.close()
+        self._parts = await asyncio.to_thread(self._load, model_dir, objects, manifest, version)
+        self._parts.loop.start()
+        try:
+            await self.score([0, 0])
+        except (DeltawireError, RuntimeError, TypeError, ValueError) as error:
+            await self.close()
+            raise EngineError(f"this model does not run on the torch engine: {error}") from error
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        """See Engine."""
+        with self._flying(request, streams=False) as flight:
+            while await flight.next_token() is not None:
+                pass
+        return GenerateResponse(completions=[completion_of(row) for row in flight.rows])
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[SampledToken]:
+        """See Engine."""
+        with self._flying(request, streams=True) as flight:
+            while (token := await flight.next_token()) is not None:
+                yield token
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See Engine."""
+        parts = self._ready()
+        _check_ids(token_ids, parts.loaded)
+        ids = list(token_ids)
+        return await self._errand(lambda: parts.core.score(ids))
+
+    async def stage(self, objects: Objects) -> StagedUpdate:
+        """See Engine. Runs beside the engine's thread."""
+        return await asyncio.to_thread(self._ready().weights.stage, objects)
+
+    async def apply(self, staged: StagedUpdate, *, mode: SwapMode) -> ApplyReport:
+        """See Engine."""
+        parts = self._ready()
+        outcome = await asyncio.wrap_future(
+            parts.loop.swap(lambda: parts.weights.enter(staged), mode=mode, version=staged.version)
+        )
+        return ApplyReport(
+            pause_s=outcome.pause_s,
+            mode=outcome.mode,
+            digest=str(parts.weights.digest),
+            recomputed_tokens=outcome.recomputed_tokens,
+        )
+
+    async def verify(self) -> str:
+        """See Engine. Between two swaps, so the caller must not apply meanwhile."""
+        return str(await asyncio.to_thread(self._ready().weights.recomputed))
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        """See Engine."""
+        raise EngineError(f"adapter {name!r}: the torch engine serves no adapters")
+
+    async def pause(self) -> None:
+        """See Engine."""
+        await asyncio.wrap_future(self._ready().loop.set_paused(True))
+
+    async def resume(self) -> None:
+        """See Engine."""
+        await asyncio.wrap_future(self._ready().loop.set_paused(False))
+
+    def load(self) -> EngineLoad:
+        """See Engine."""
+        if self._parts is None:
+            return EngineLoad(running=0, waiting=0, tokens_total=0, tokens_per_s=0.0)
+        running, waiting = self._parts.loop.counts
+        rate = self._parts.loop.rate
+        return EngineLoad(
+            running=running, waiting=waiting, tokens_total=rate.total, tokens_per_s=rate.per_s()
+        )
+
+    async def close(self) -> None:
+        """See Engine."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            await asyncio.to_thread(parts.loop.stop)
+
+    def _load(
+        self, model_dir: Path, objects: Objects, manifest: RunManifest, version: PolicyVersion
+    ) -> _Parts:
+        loaded = build_model(model_dir, manifest, device=self._device)
+        weights = LiveWeights(
+            loaded.named_tensors(), Layout(manifest.tensors), run_id=manifest.run_id
+        )
+        weights.load(objects)
+        core = EngineCore(loaded.module, loaded.shape, limits=self._limits, version=version)
+        return _Parts(loaded, weights, core)
+
+    def _ready(self) -> _Parts:
+        if self._parts is None:
+            raise ReplicaBroken("no weights are loaded yet")
+        return self._parts
+
+    def _take_off(self, request: GenerateRequest, *, streams: bool) -> Flight:
+        parts = self._ready()
+        _check_versions(request, parts.core.version)
+        _check_ids(request.prompt_ids, parts.loaded)
+        if request.adapter is not None:
+            raise MalformedMessage(f"adapter {request.adapter!r} is not loaded")
+        room = self.max_length - len(request.prompt_ids)
+        if room < 1:
+            raise MalformedMessage(
+                f"the prompt has {len(request.prompt_ids)} tokens, {self.max_length - 1} fit"
+            )
+        stops = StopRule(
+            request.sampling,
+            eos_ids=parts.loaded.eos_ids,
+            max_new=min(request.sampling.max_new_tokens, room),
+            decoder=parts.loaded.tokenizer,
+        )
+        rows = [
+            Row(
+                request=request,
+                index=index,
+                stops=stops,
+                dice=dice_of(request, index),
+                token_ids=list(request.prompt_ids),
+            )
+            for index in range(request.n)
+        ]
+        flight = Flight(request, rows, streams=streams)
+        parts.loop.submit(flight)
+        return flight
+
+    @contextmanager
+    def _flying(self, request: GenerateRequest, *, streams: bool) -> Iterator[Flight]:
+        """A request under way; when its caller leaves early, its rows are freed."""
+        loop = self._ready().loop
+        flight = self._take_off(request, streams=streams)
+        try:
+            yield flight
+        finally:
+            if not flight.over:
+                with suppress(EngineError):  # a stopped engine has forgotten it already
+                    loop.cancel(flight)
+
+    async def _errand(self, errand: Callable[[], list[float]]) -> list[float]:
+        return await asyncio.wrap_future(self._ready().loop.between_steps(errand))
+
+
+def _check_versions(request: GenerateRequest, serving: int) -> None:
+    """Raises VersionNotServed for a pin or a floor that the live version does not meet."""
+    if request.policy_version is not None and request.policy_version != serving:
+        raise VersionNotServed(
+            wanted=request.policy_version, serving=serving, retry_after_s=PIN_RETRY_S
+        )
+    if request.min_version is not None and request.min_version > serving:
+        raise VersionNotServed(
+            wanted=request.min_version, serving=serving, retry_after_s=PIN_RETRY_S
+        )
+
+
+def _check_ids(token_ids: Sequence[int], loaded: LoadedModel) -> None:
+    """An id outside the vocabulary would read memory that is not the embedding's."""
+    if not token_ids or min(token_ids) < 0 or max(token_ids) >= loaded.vocabulary:
+        raise MalformedMessage(f"token ids must be in [0, {loaded.vocabulary})")

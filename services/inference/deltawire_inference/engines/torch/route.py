@@ -1,0 +1,133 @@
+"""A route of fetched objects as one patch list against the weights that are live.
+
+Several deltas become one: the first old value and the last new one of each element that moved. The
+live weights are read, never written; each object's digests are checked on the way.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from deltawire.codec.anchor import iter_anchor
+from deltawire.codec.bits import BitArray, IndexArray
+from deltawire.codec.decode import decode_delta, read_header
+from deltawire.codec.digest import Digest, check_digests, digest_full
+from deltawire.codec.patch import Layout, OldValues, SparsePatch
+from deltawire.protocol.chain import Link
+from deltawire.protocol.errors import DigestMismatch, MalformedObject
+from deltawire.protocol.layout import ObjectKind
+from deltawire.sync.replay import check_header
+
+Objects = Sequence[tuple[Link, Path]]
+
+
+def _by_link(objects: Objects) -> Iterator[tuple[Link, Path]]:
+    """One file for each link. Raises MalformedObject for a sharded object."""
+    for key, group in groupby(objects, key=lambda pair: pair[0].key):
+        pairs = list(group)
+        if len(pairs) > 1:
+            raise MalformedObject(f"{key}: {len(pairs)} shards; the torch engine reads one file")
+        yield pairs[0]
+
+
+class PatchedValues:
+    """Old values of weights with patches on top that are not applied yet."""
+
+    def __init__(self, below: OldValues, layout: Layout) -> None:
+        self._below, self._layout = below, layout
+        self._patches: dict[str, SparsePatch] = {}
+
+    def gather(self, name: str, indices: IndexArray) -> BitArray:
+        """See OldValues."""
+        values = self._below.gather(name, indices)
+        patch = self._patches.get(name)
+        if patch is not None and patch.changed:
+            at = np.searchsorted(patch.indices, indices).clip(max=patch.changed - 1)
+            hit = patch.indices[at] == indices
+            values[hit] = patch.values[at[hit]]
+        return values
+
+    def read(self, name: str, begin: int, end: int) -> BitArray:
+        """See OldValues."""
+        values = self._below.read(name, begin, end)
+        patch = self._patches.get(name)
+        if patch is None:
+            return values
+        values = values.copy()
+        first, last = np.searchsorted(patch.indices, [begin, end])
+        values[patch.indices[first:last] - begin] = patch.values[first:last]
+        return values
+
+    def add(self, patches: Sequence[SparsePatch]) -> None:
+        """Lay patches on top; each carries the values it found here as `old`."""
+        for patch in patches:
+            below = self._patches.get(patch.name)
+            self._patches[patch.name] = patch if below is None else _composed(below, patch)
+
+    def patches(self) -> list[SparsePatch]:
+        """All of it as one list in layout order; elements that came back to where they were go."""
+        moved = (_moved(self._patches[name]) for name in self._layout if name in self._patches)
+        return [patch for patch in moved if patch.changed]
+
+
+def read_route(
+    objects: Objects, *, run_id: str, layout: Layout, live: OldValues, held: Digest
+) -> tuple[list[SparsePatch], Digest]:
+    """The patches that lead from the live weights to the route's end, and the digest there.
+
+    Raises WeightsError children; DigestMismatch when the route does not start where we stand.
+    """
+    values = PatchedValues(live, layout)
+    digest = held
+    for link, path in _by_link(objects):
+        header = read_header(path)
+        check_header(header, link, run_id=run_id, layout=layout, name=link.key)
+        if link.kind == ObjectKind.ANCHOR:
+            values, digest = _anchor(path, layout=layout, live=live)
+        else:
+            patches = decode_delta(path, layout=layout, old=values)
+            digest = check_digests(header, patches, layout, held=digest, name=link.key)
+            values.add(patches)
+        if str(digest) != link.new_digest:
+            raise DigestMismatch(link.key, expected=link.new_digest, actual=str(digest))
+    return values.patches(), digest
+
+
+def _anchor(path: Path, *, layout: Layout, live: OldValues) -> tuple[PatchedValues, Digest]:
+    values = PatchedValues(live, layout)
+    digest = digest_full(iter_anchor(path, layout=layout), layout)
+    for name, bits in iter_anchor(path, layout=layout):
+        now = live.read(name, 0, bits.size)
+        indices = np.flatnonzero(bits != now).astype(layout[name].index_type)
+        values.add(
+            [SparsePatch(name=name, indices=indices, values=bits[indices], old=now[indices])]
+        )
+    return values, digest
+
+
+def _composed(first: SparsePatch, second: SparsePatch) -> SparsePatch:
+    """Both after each other: union of positions, first old, last new."""
+    assert first.old is not None and second.old is not None
+    indices = np.union1d(first.indices, second.indices).astype(first.indices.dtype)
+    values = np.empty(indices.size, first.values.dtype)
+    old = np.empty_like(values)
+    in_first = np.searchsorted(indices, first.indices)
+    in_second = np.searchsorted(indices, second.indices)
+    values[in_first] = first.values
+    values[in_second] = second.values  # written last: the newer wins
+    old[in_second] = second.old
+    old[in_first] = first.old  # written last: the older wins
+    return SparsePatch(name=first.name, indices=indices, values=values, old=old)
+
+
+def _moved(patch: SparsePatch) -> SparsePatch:
+    assert patch.old is not None
+    kept = patch.old != patch.values
+    if kept.all():
+        return patch
+    return replace(
+        patch, indices=patch.indices[kept], values=patch.values[kept], old=patch.old[kept]
+    )

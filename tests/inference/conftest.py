@@ -1,0 +1,171 @@
+"""A tiny run: a random Llama and tokenizer made here, published to a folder as a bucket."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from deltawire.codec.patch import Layout
+from deltawire.protocol.versions import PolicyVersion
+from deltawire.store.local import LocalStore
+from deltawire.sync.follower import Follower
+from deltawire.sync.publisher import Published, Publisher
+from deltawire_inference.engines.base import ApplyReport, SwapMode
+from deltawire_inference.engines.torch.core import Limits
+from deltawire_inference.engines.torch.engine import TorchEngine
+
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def _byte_tokenizer() -> PreTrainedTokenizerFast:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=inner,
+        bos_token="<|im_start|>",
+        eos_token="<|im_end|>",
+        pad_token="<|im_end|>",
+    )
+    tokenizer.chat_template = _TEMPLATE
+    return tokenizer
+
+
+@dataclass(kw_only=True)
+class TinyRun:
+    """The trainer's side: weights that move, and versions published from them."""
+
+    model: LlamaForCausalLM
+    tokenizer: PreTrainedTokenizerFast
+    publisher: Publisher
+    store: LocalStore
+    folder: Path
+    followers: int = 0
+
+    @property
+    def run_id(self) -> str:
+        return self.publisher.run_id
+
+    def move(self, *, scale: float = 0.5, share: float = 0.3) -> None:
+        """Change some elements of every tensor, as an optimizer would, only more."""
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                noise = torch.randn(parameter.shape) * scale * parameter.float().std()
+                hit = torch.rand(parameter.shape) < share
+                parameter.add_((noise * hit).to(parameter.dtype))
+
+    def publish(self) -> Published:
+        """Move the weights and publish the next version."""
+        self.move()
+        return self.publisher.publish(self.model.named_parameters())
+
+    def follower(self) -> Follower:
+        """A new replica's side, with an empty cache."""
+        self.followers += 1
+        return Follower(self.store, self.run_id, self.folder / f"cache{self.followers}")
+
+    async def start(self, engine: TorchEngine, follower: Follower) -> None:
+        """Bring an engine to the newest version."""
+        head = follower.head()
+        await engine.start(
+            follower.model_dir(),
+            follower.fetch(follower.route(None, head.version)),
+            manifest=follower.manifest(),
+            version=PolicyVersion(head.version),
+        )
+
+    async def follow(
+        self, engine: TorchEngine, follower: Follower, *, mode: SwapMode = "keep"
+    ) -> ApplyReport:
+        """Stage and apply what leads to the newest version."""
+        route = follower.route(engine.version, follower.head().version)
+        return await engine.apply(await engine.stage(follower.fetch(route)), mode=mode)
+
+    @torch.no_grad()
+    def logprobs(self, token_ids: list[int], *, temperature: float = 1.0) -> torch.Tensor:
+        """[len - 1] of each token given those before it, by a plain forward of transformers."""
+        logits = self.model(torch.tensor([token_ids])).logits[0, :-1].float() / temperature
+        return logits.log_softmax(-1).gather(1, torch.tensor(token_ids[1:])[:, None])[:, 0]
+
+
+MakeRun = Callable[..., TinyRun]
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Iterator[MakeRun]:
+    """Found a run of a random model: `make_run(dtype=torch.bfloat16, tied=True)`."""
+    publishers: list[Publisher] = []
+
+    def make(
+        *, dtype: torch.dtype = torch.bfloat16, tied: bool = True, seed: int = 0, name: str = "tiny"
+    ) -> TinyRun:
+        torch.manual_seed(seed)
+        tokenizer = _byte_tokenizer()
+        config = LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            initializer_range=0.2,
+            tie_word_embeddings=tied,
+            bos_token_id=tokenizer.convert_tokens_to_ids("<|im_start|>"),
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=None,
+        )
+        model = LlamaForCausalLM(config).to(dtype).eval()
+        folder = tmp_path / name
+        config.save_pretrained(folder / "model")
+        tokenizer.save_pretrained(folder / "model")
+        store = LocalStore(folder / "bucket")
+        publisher = Publisher.open(
+            store,
+            run_id=name,
+            named_tensors=model.named_parameters(remove_duplicate=False),
+            base_model="tiny",
+            model_files={path.name: path for path in (folder / "model").iterdir()},
+            master_dtype="F32",
+        )
+        publishers.append(publisher)
+        return TinyRun(
+            model=model, tokenizer=tokenizer, publisher=publisher, store=store, folder=folder
+        )
+
+    yield make
+    for publisher in publishers:
+        publisher.close()
+
+
+MakeEngine = Callable[..., Awaitable[tuple[TorchEngine, Follower]]]
+
+
+@pytest.fixture
+async def make_engine() -> AsyncIterator[MakeEngine]:
+    """Start engines on a run: `engine, follower = await make_engine(run)`."""
+    engines: list[TorchEngine] = []
+
+    async def make(run: TinyRun, *, limits: Limits | None = None) -> tuple[TorchEngine, Follower]:
+        engine, follower = TorchEngine(limits=limits), run.follower()
+        engines.append(engine)
+        await run.start(engine, follower)
+        return engine, follower
+
+    yield make
+    for engine in engines:
+        await engine.close()
+
+
+@pytest.fixture
+def layout_of() -> Callable[[TinyRun], Layout]:
+    """The run's layout as the trainer sees it."""
+    return lambda run: run.publisher.layout
