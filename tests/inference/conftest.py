@@ -135,6 +135,7 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
             base_model="tiny",
             model_files={path.name: path for path in (folder / "model").iterdir()},
             master_dtype="F32",
+            anchor_every=1000,
         )
         publishers.append(publisher)
         return TinyRun(

@@ -75,6 +75,10 @@ class TorchEngine:
         """Tokens of one sequence, prompt included."""
         return min(self._limits.max_length, self._ready().loaded.max_length)
 
+    def live_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The weights that are served, by name; for checks, not for writing."""
+        return self._ready().loaded.named_tensors()
+
     async def start(
         self,
         model_dir: Path,
