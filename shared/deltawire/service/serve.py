@@ -5,8 +5,9 @@ import json
 import logging
 import socket
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -42,8 +43,41 @@ def announce_port(listener: socket.socket, port_file: Path) -> None:
     port_file.write_text(json.dumps({"host": host, "port": port}))
 
 
-async def serve(app: FastAPI, listener: socket.socket) -> None:
-    """Run uvicorn on a bound socket until it is told to stop."""
+class _DrainingServer(uvicorn.Server):
+    """Asked to stop once, it first lets the app finish what runs; asked twice, it stops at once."""
+
+    def __init__(
+        self, config: uvicorn.Config, drain: Callable[[], Coroutine[Any, Any, None]]
+    ) -> None:
+        super().__init__(config)
+        self._drain = drain
+        self._draining: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._draining is not None:
+            super().handle_exit(sig, frame)
+            return
+        self._draining = self._loop.create_task(self._drain_then_exit(sig))
+        # A signal does not wake a sleeping loop by itself.
+        self._loop.call_soon_threadsafe(lambda: None)
+
+    async def _drain_then_exit(self, sig: int) -> None:
+        await self._drain()
+        super().handle_exit(sig, None)
+
+
+async def serve(
+    app: FastAPI,
+    listener: socket.socket,
+    *,
+    drain: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    **uvicorn_options: Any,
+) -> None:
+    """Run uvicorn on a bound socket until it is told to stop.
+
+    `drain` runs between the first SIGTERM and the end: new work is refused, old work finishes.
+    """
     host, port = listener.getsockname()[:2]
     log.info("listening", extra={"host": host, "port": port})
     config = uvicorn.Config(
@@ -52,8 +86,10 @@ async def serve(app: FastAPI, listener: socket.socket) -> None:
         access_log=False,
         timeout_graceful_shutdown=_GRACE_S,
         ws="websockets-sansio",
+        **uvicorn_options,
     )
-    await uvicorn.Server(config).serve(sockets=[listener])
+    server = uvicorn.Server(config) if drain is None else _DrainingServer(config, drain)
+    await server.serve(sockets=[listener])
 
 
 def run_service(main: Coroutine[Any, Any, int]) -> int:

@@ -1,0 +1,1 @@
+"""The built-in worlds. Each is an entry point of the group `deltawire.worlds`."""

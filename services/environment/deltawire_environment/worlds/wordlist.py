@@ -1,0 +1,37 @@
+"""The two word lists: secrets, and everything that counts as a word."""
+
+import hashlib
+from dataclasses import dataclass
+from importlib.resources import files
+
+_EVAL_SHARE = 10
+"""One secret in this many is held out for evaluation, by the hash of the word."""
+
+
+@dataclass(frozen=True, slots=True)
+class WordList:
+    """Shared by all games; read once."""
+
+    secrets: dict[str, tuple[str, ...]]
+    """Split -> sorted secrets."""
+    allowed: frozenset[str]
+    """Every five-letter guess that is a word; holds all secrets."""
+
+
+def held_out(word: str) -> bool:
+    """Whether a secret belongs to the `eval` split. The same in every process, for ever."""
+    return hashlib.sha256(word.encode()).digest()[0] % _EVAL_SHARE == 0
+
+
+def load_words() -> WordList:
+    """Read the lists that ship with the package."""
+    folder = files("deltawire_environment.worlds.words")
+    answers = (folder / "answers.txt").read_text(encoding="ascii").split()
+    allowed = (folder / "allowed.txt").read_text(encoding="ascii").split()
+    return WordList(
+        secrets={
+            "train": tuple(word for word in answers if not held_out(word)),
+            "eval": tuple(word for word in answers if held_out(word)),
+        },
+        allowed=frozenset(allowed),
+    )

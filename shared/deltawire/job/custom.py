@@ -1,0 +1,169 @@
+"""A user's own class as a world: `reset` and `step`, nothing to inherit from.
+
+    class Countdown:
+        def reset(self, *, seed: int) -> str: ...
+        def step(self, message: str) -> str | Reply | tuple[str, float, bool]: ...
+
+One object plays one episode. Methods may be async. `get_reward()`, `state()` and `close()` are
+used when they exist.
+"""
+
+import dataclasses
+import inspect
+import random
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from deltawire.job.dataset import as_messages
+from deltawire.job.rows import Row, Rows
+from deltawire.job.suggestion import unknown
+from deltawire.job.transcript import Message
+from deltawire.job.world import Action, Episode, Reply, World, message_of
+from deltawire.protocol.errors import JobError
+from deltawire.protocol.rollouts import Task
+
+_REPLY_FIELDS = {field.name for field in dataclasses.fields(Reply)}
+
+
+class UserWorld(World):
+    """Makes one object of the user's class for each episode."""
+
+    blocking = True
+
+    def __init__(
+        self,
+        kind: type,
+        *,
+        config: Mapping[str, JsonValue],
+        max_turns: int | None,
+        rows: Rows | None = None,
+    ) -> None:
+        """Raises JobError for a missing method or an argument the class does not take."""
+        self.name = kind.__name__.lower()
+        self.description = inspect.getdoc(kind) or ""
+        self.kind, self.config, self.max_turns, self.rows = kind, dict(config), max_turns, rows
+        self._check_methods()
+        parameters = inspect.signature(kind).parameters
+        takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+        for argument in self.config:
+            if argument not in parameters and not takes_any:
+                raise JobError(unknown(f"argument of {kind.__name__}", argument, parameters))
+
+    def _check_methods(self) -> None:
+        for method in ("reset", "step"):
+            if not callable(getattr(self.kind, method, None)):
+                raise JobError(
+                    f"{self.kind.__name__} has no {method}(); an environment class has reset() "
+                    "and step(message), or reset() and methods that are tools"
+                )
+
+    async def start(self, task: Task, rng: random.Random) -> tuple[Episode, Reply]:
+        row = self.rows.pick(task, rng) if self.rows else dict(task.row)
+        game = self.kind(**self.config)
+        first = await reset(game, task, rng, row)
+        if not first.messages and "prompt" in row:
+            first = dataclasses.replace(first, chat=as_messages(row["prompt"]))
+        return UserEpisode(game, row, self.max_turns), first
+
+    def splits(self) -> list[str]:
+        return self.rows.names() if self.rows else super().splits()
+
+    def task_count(self, split: str) -> int | None:
+        return self.rows.count(split) if self.rows else None
+
+
+class UserEpisode(Episode):
+    """One object of the user's class."""
+
+    def __init__(self, game: object, row: Row, max_turns: int | None) -> None:
+        self.game, self.row = game, row
+        self._max_turns = max_turns
+        self._turns = 0
+
+    async def step(self, action: Action) -> Reply:
+        self._turns += 1
+        reply = as_reply(await settled(self.game.step(message_of(action))))  # type: ignore[attr-defined]
+        return await self.finished(reply)
+
+    async def finished(self, reply: Reply) -> Reply:
+        """End at the turn limit, and ask `get_reward()` when the reply gave no reward."""
+        if self._max_turns is not None and self._turns >= self._max_turns:
+            reply = dataclasses.replace(reply, done=True)
+        ask = getattr(self.game, "get_reward", None)
+        if reply.done and reply.reward is None and callable(ask):
+            reply = dataclasses.replace(reply, reward=as_number(await settled(ask())))
+        return reply
+
+    def state(self) -> dict[str, JsonValue]:
+        show = getattr(self.game, "state", None)
+        shown = show() if callable(show) else {}
+        return dict(shown) if isinstance(shown, Mapping) else {}
+
+    def close(self) -> None:
+        shut = getattr(self.game, "close", None)
+        if callable(shut):
+            shut()
+
+
+async def reset(game: object, task: Task, rng: random.Random, row: Row) -> Reply:
+    """Call the user's reset with those of seed, split, index, rng and the row that it names."""
+    method: Callable[..., object] = game.reset  # type: ignore[attr-defined]
+    offered: dict[str, object] = {
+        "seed": task.seed,
+        "split": task.split,
+        "index": task.index,
+        "rng": rng,
+        **row,
+    }
+    parameters = inspect.signature(method).parameters
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        named = {**row, **{name: offered[name] for name in parameters if name in offered}}
+    else:
+        named = {name: value for name, value in offered.items() if name in parameters}
+    return as_reply(await settled(method(**named)))
+
+
+async def settled(value: object) -> object:
+    """The value, or what an async method's awaitable gives."""
+    return await value if isinstance(value, Awaitable) else value
+
+
+def as_reply(value: object) -> Reply:
+    """What a user's method returned, as a Reply.
+
+    A string is the next user message; `(text, reward, done)` a full answer; a list of messages or
+    a dict of Reply's fields work as well. Raises TypeError for anything else.
+    """
+    match value:
+        case Reply():
+            return value
+        case None:
+            return Reply()
+        case str():
+            return Reply(text=value)
+        case (str(text), None | int() | float() as reward, bool(done)):
+            return Reply(text=text, reward=None if reward is None else float(reward), done=done)
+        case list():
+            return Reply(chat=[Message(role=m["role"], content=m["content"]) for m in value])
+        case dict():
+            for name in value:
+                if name not in _REPLY_FIELDS:
+                    raise TypeError(unknown("field of a reply", str(name), _REPLY_FIELDS))
+            return Reply(**value)
+    raise TypeError(
+        f"reset and step return text, a Reply or (text, reward, done), not {type(value).__name__}"
+    )
+
+
+def as_number(value: object) -> float:
+    """A reward as a number. Raises TypeError for anything else."""
+    if isinstance(value, int | float):
+        return float(value)
+    raise TypeError(f"get_reward returned {type(value).__name__}, not a number")
+
+
+def open_rows(dataset: object, folder: Path) -> Rows | None:
+    """The rows of a job's data set, when it has one."""
+    return None if dataset is None else Rows(dataset, folder=folder)
