@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from deltawire.codec.bits import TORCH_TYPES, BitArray, bits_type, tensor_of
+from deltawire.codec.bits import TORCH_TYPES, BitArray, IndexArray, bits_type, tensor_of
 from deltawire.codec.patch import Layout, SparsePatch
 from deltawire.protocol.chain import TensorSpec
 from deltawire.protocol.header import ObjectHeader
@@ -54,6 +54,19 @@ def mutate(
 def tensors_of(bits: Mapping[str, BitArray], layout: Layout) -> dict[str, torch.Tensor]:
     """Live tensors over copies of the bits."""
     return {n: tensor_of(bits[n].copy(), layout[n].dtype, layout[n].shape) for n in layout}
+
+
+class LiveBits:
+    """Old values straight from arrays."""
+
+    def __init__(self, bits: Mapping[str, BitArray]) -> None:
+        self._bits = bits
+
+    def gather(self, name: str, indices: IndexArray) -> BitArray:
+        return self._bits[name][indices]
+
+    def read(self, name: str, begin: int, end: int) -> BitArray:
+        return self._bits[name][begin:end]
 
 
 def header_of(version: int = 1, **fields: object) -> ObjectHeader:

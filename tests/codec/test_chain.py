@@ -18,7 +18,7 @@ from deltawire.codec.patch import Layout
 
 from .models import densities, header_of, mutate, random_bits, seeds, specs, tensors_of
 
-ENCODINGS = ["seed"]
+ENCODINGS = ["seed", "compact", "classes", "auto"]
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
@@ -42,7 +42,15 @@ def test_an_anchor_and_any_chain_of_deltas_rebuild_the_trainers_bits(
             patches = shadow.diff(tensors_of(truth, layout).items())
             new = digest.updated(patches, layout)
             header = header_of(version, base_digest=str(digest), new_digest=str(new))
-            encode_delta(patches, header, path, layout=layout, encoding=encoding)
+            encode_delta(
+                patches,
+                header,
+                path,
+                layout=layout,
+                encoding=encoding,
+                base=shadow.before(patches),
+                link_bytes_per_s=1e3,
+            )
             shadow.commit()
             digest = new
 

@@ -6,7 +6,8 @@
 | diff.py | ``Shadow``: the published bits; ``diff`` / ``commit`` / ``rollback`` |
 | digest.py | ``Digest``, ``digest_full``, ``check_digests``: the running sum over the weights |
 | encode.py, decode.py | ``encode_delta``, ``decode_delta``, ``read_header``: the front doors |
-| seed.py | one encoding, both ways |
+| seed.py | int32 positions and whole values: TRL's v0 |
+| compact.py, classes.py | the small encodings; positions.py, values.py, segments.py their parts |
 | anchor.py | ``write_anchor``, ``iter_anchor``: every tensor of a version |
 | apply.py | ``LiveTensors``, ``gather``, ``scatter``, ``reverse``: patches onto live weights |
 | bits.py, container.py, kernels*.py | dtypes as bits, safetensors files, the inner loops |

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from deltawire.codec.compact import read_compact
 from deltawire.codec.container import Container
 from deltawire.codec.patch import Layout, OldValues, SparsePatch, check_patches
 from deltawire.codec.seed import read_seed
@@ -22,23 +23,34 @@ def read_header(path: Path) -> ObjectHeader:
     return ObjectHeader.from_metadata(container.metadata, name=container.name)
 
 
-def decode_delta(path: Path, layout: Layout, old: OldValues | None = None) -> list[SparsePatch]:
+def decode_delta(
+    path: Path, layout: Layout, old: OldValues | None = None, *, threads: int = 1
+) -> list[SparsePatch]:
     """The patches of a delta file, absolute and in layout order.
 
     With `old` (the weights under the delta) every patch carries its old values, ready for
-    ``check_digests`` and for undo. Relative encodings cannot be read without it.
+    ``check_digests`` and for undo. Relative encodings cannot be read without it (LayoutMismatch).
     """
     container = Container(path)
     header = ObjectHeader.from_metadata(container.metadata, name=container.name)
     _check_header(header, layout, name=container.name)
-    if header.encoding != "seed":
+    if header.encoding == "seed":
+        patches = read_seed(container, header, layout)
+    elif header.encoding in ("compact", "classes"):
+        by_class = header.encoding == "classes"
+        patches = read_compact(container, layout, old=old, classes=by_class, threads=threads)
+    else:
         raise UnknownSchema(f"{container.name}: unknown encoding {header.encoding!r}")
-    patches = read_seed(container, header, layout)
     check_patches(patches, layout, name=container.name)
     _check_counts(header, patches, container)
     if old is None:
         return patches
-    return [replace(p, old=old.gather(p.name, p.indices)) for p in patches]
+    return [
+        patch
+        if patch.old is not None
+        else replace(patch, old=old.gather(patch.name, patch.indices))
+        for patch in patches
+    ]
 
 
 def _check_header(header: ObjectHeader, layout: Layout, *, name: str) -> None:

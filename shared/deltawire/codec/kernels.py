@@ -66,6 +66,87 @@ class Kernels(Protocol):
         """``bits[indices] = values``"""
         ...
 
+    def encode_gaps(self, gaps: IndexArray, shift: int, quotients: BitArray, low: BitArray) -> int:
+        """Additive escapes: gap = 255 q + r of ``gap >> shift`` as q bytes 255 and one byte r.
+
+        The low `shift` bits go to `low`, packed from the lowest bit up. Returns quotient bytes.
+        """
+        ...
+
+    def decode_gaps(self, quotients: BitArray, low: BitArray, shift: int, gaps: IndexArray) -> bool:
+        """The inverse; False unless the bytes hold exactly ``gaps.size`` whole gaps."""
+        ...
+
+    def encode_steps(
+        self,
+        old: BitArray,
+        new: BitArray,
+        signs: BitArray,
+        places: IndexArray,
+        sizes: BitArray,
+        absolutes: BitArray,
+    ) -> tuple[int, int]:
+        """Steps on the ordered line of floats. Sign bits (set: up) for all; for each step that is
+        not one unit its place in the list and its size, 255 for one above 254, whose new bits are
+        kept whole. Returns (exceptions, absolutes)."""
+        ...
+
+    def decode_steps(
+        self,
+        old: BitArray,
+        signs: BitArray,
+        places: IndexArray,
+        sizes: BitArray,
+        absolutes: BitArray,
+        new: BitArray,
+    ) -> None:
+        """The inverse. Places are checked to lie inside, and 255s to be as many as absolutes."""
+        ...
+
+    def class_gaps(
+        self,
+        bits: BitArray,
+        begin: int,
+        class_shift: int,
+        class_mask: int,
+        positions: IndexArray,
+        first: int,
+        seen: IndexArray,
+        last: IndexArray,
+        classes: BitArray,
+        gaps: IndexArray,
+    ) -> int:
+        """Rank the changes among the elements of their class, over the base bits of a stretch that
+        begins at position `begin`.
+
+        For each change from `first` on that lies in it: its class ``bits >> shift & mask`` and its
+        gap in ranks after the last change of the class. `seen` counts elements, `last` holds the
+        rank of the last change, both by class and carried from stretch to stretch. Returns the
+        next change.
+        """
+        ...
+
+    def class_positions(
+        self,
+        bits: BitArray,
+        begin: int,
+        class_shift: int,
+        class_mask: int,
+        ranks: IndexArray,
+        run_ends: IndexArray,
+        cursors: IndexArray,
+        seen: IndexArray,
+        positions: IndexArray,
+        sources: IndexArray,
+        first: int,
+    ) -> int:
+        """The inverse: positions, in order, of the changes whose ranks stand in runs by class.
+
+        `cursors` and `run_ends` bound what is left of each class's run in `ranks`; `sources` says
+        which place of `ranks` a position came from. Returns how many were found so far.
+        """
+        ...
+
 
 @cache
 def load(*, compiled: bool = True) -> Kernels:

@@ -213,3 +213,227 @@ def scatter(bits, indices, values):  # type: ignore[no-untyped-def]
     """See kernels.py."""
     for k in range(indices.size):
         bits[indices[k]] = values[k]
+
+
+@_compiled
+def _encode_gaps(gaps, shift, quotients, low):  # type: ignore[no-untyped-def]
+    held = _U64(0)
+    bits = 0
+    at = 0
+    size = 0
+    mask = (_U64(1) << _U64(shift)) - _U64(1)
+    for k in range(gaps.size):
+        gap = np.int64(gaps[k])
+        if shift:
+            held |= (_U64(gap) & mask) << _U64(bits)
+            bits += shift
+            while bits >= 8:
+                low[at] = held & _U64(255)
+                held >>= _U64(8)
+                at += 1
+                bits -= 8
+        quotient = gap >> shift
+        while quotient >= 255:
+            quotients[size] = 255
+            size += 1
+            quotient -= 255
+        quotients[size] = quotient
+        size += 1
+    if bits:
+        low[at] = held & _U64(255)
+    return size
+
+
+def encode_gaps(gaps: IndexArray, shift: int, quotients: BitArray, low: BitArray) -> int:
+    """See kernels.py."""
+    return int(_encode_gaps(gaps, shift, quotients, low))
+
+
+@_compiled
+def _decode_gaps(quotients, low, shift, gaps):  # type: ignore[no-untyped-def]
+    held = _U64(0)
+    bits = 0
+    at = 0
+    k = 0
+    quotient = np.int64(0)
+    mask = (_U64(1) << _U64(shift)) - _U64(1)
+    for i in range(quotients.size):
+        byte = np.int64(quotients[i])
+        quotient += byte
+        if byte == 255:
+            continue
+        if k == gaps.size:
+            return False
+        gap = quotient << shift
+        if shift:
+            while bits < shift:
+                held |= _U64(low[at]) << _U64(bits)
+                at += 1
+                bits += 8
+            gap |= np.int64(held & mask)
+            held >>= _U64(shift)
+            bits -= shift
+        gaps[k] = gap
+        k += 1
+        quotient = np.int64(0)
+    return k == gaps.size and quotient == 0 and (quotients.size == 0 or quotients[-1] != 255)
+
+
+def decode_gaps(quotients: BitArray, low: BitArray, shift: int, gaps: IndexArray) -> bool:
+    """See kernels.py."""
+    return bool(_decode_gaps(quotients, low, shift, gaps))
+
+
+@njit(inline="always")
+def _ordered(bits, top):  # type: ignore[no-untyped-def]
+    wide = np.int64(bits)
+    return 2 * top - 1 - wide if wide >= top else wide + top
+
+
+@njit(inline="always")
+def _unordered(line, top):  # type: ignore[no-untyped-def]
+    return line - top if line >= top else 2 * top - 1 - line
+
+
+@_compiled
+def _encode_steps(old, new, signs, places, sizes, absolutes):  # type: ignore[no-untyped-def]
+    top = np.int64(1) << (8 * old.itemsize - 1)
+    exceptions = 0
+    whole = 0
+    signs[:] = 0
+    for k in range(old.size):
+        step = _ordered(new[k], top) - _ordered(old[k], top)
+        if step > 0:
+            signs[k >> 3] |= np.uint8(1 << (k & 7))
+        if step == 1 or step == -1:
+            continue
+        size = abs(step)
+        places[exceptions] = k
+        if size < 255:
+            sizes[exceptions] = size
+        else:
+            sizes[exceptions] = 255
+            absolutes[whole] = new[k]
+            whole += 1
+        exceptions += 1
+    return exceptions, whole
+
+
+def encode_steps(
+    old: BitArray,
+    new: BitArray,
+    signs: BitArray,
+    places: IndexArray,
+    sizes: BitArray,
+    absolutes: BitArray,
+) -> tuple[int, int]:
+    """See kernels.py."""
+    exceptions, whole = _encode_steps(old, new, signs, places, sizes, absolutes)
+    return int(exceptions), int(whole)
+
+
+@_compiled
+def decode_steps(old, signs, places, sizes, absolutes, new):  # type: ignore[no-untyped-def]
+    """See kernels.py."""
+    top = np.int64(1) << (8 * old.itemsize - 1)
+    for k in range(old.size):
+        step = 2 * np.int64((signs[k >> 3] >> np.uint8(k & 7)) & 1) - 1
+        new[k] = _unordered(_ordered(old[k], top) + step, top)
+    whole = 0
+    for e in range(places.size):
+        k = places[e]
+        size = np.int64(sizes[e])
+        if size == 255:
+            new[k] = absolutes[whole]
+            whole += 1
+        else:
+            up = (signs[k >> 3] >> np.uint8(k & 7)) & 1
+            new[k] = _unordered(_ordered(old[k], top) + (size if up else -size), top)
+
+
+@_compiled
+def _class_gaps(bits, begin, shift, mask, positions, first, seen, last, classes, gaps):  # type: ignore[no-untyped-def]
+    k = first
+    upcoming = positions[k] - begin if k < positions.size else -1
+    for i in range(bits.size):
+        c = np.int64(bits[i] >> shift) & mask
+        if i == upcoming:
+            classes[k] = c
+            gaps[k] = seen[c] - last[c] - 1
+            last[c] = seen[c]
+            k += 1
+            upcoming = positions[k] - begin if k < positions.size else -1
+        seen[c] += 1
+    return k
+
+
+def class_gaps(
+    bits: BitArray,
+    begin: int,
+    class_shift: int,
+    class_mask: int,
+    positions: IndexArray,
+    first: int,
+    seen: IndexArray,
+    last: IndexArray,
+    classes: BitArray,
+    gaps: IndexArray,
+) -> int:
+    """See kernels.py."""
+    shift = bits.dtype.type(class_shift)
+    return int(
+        _class_gaps(bits, begin, shift, class_mask, positions, first, seen, last, classes, gaps)
+    )
+
+
+@_compiled
+def _class_positions(  # type: ignore[no-untyped-def]
+    bits, begin, shift, mask, ranks, run_ends, cursors, seen, positions, sources, first
+):
+    never = np.int64(1) << 62
+    upcoming = np.empty(seen.size, np.int64)
+    for c in range(seen.size):
+        upcoming[c] = ranks[cursors[c]] if cursors[c] < run_ends[c] else never
+    k = first
+    for i in range(bits.size):
+        c = np.int64(bits[i] >> shift) & mask
+        if seen[c] == upcoming[c]:
+            positions[k] = begin + i
+            sources[k] = cursors[c]
+            k += 1
+            cursors[c] += 1
+            upcoming[c] = ranks[cursors[c]] if cursors[c] < run_ends[c] else never
+        seen[c] += 1
+    return k
+
+
+def class_positions(
+    bits: BitArray,
+    begin: int,
+    class_shift: int,
+    class_mask: int,
+    ranks: IndexArray,
+    run_ends: IndexArray,
+    cursors: IndexArray,
+    seen: IndexArray,
+    positions: IndexArray,
+    sources: IndexArray,
+    first: int,
+) -> int:
+    """See kernels.py."""
+    shift = bits.dtype.type(class_shift)
+    return int(
+        _class_positions(
+            bits,
+            begin,
+            shift,
+            class_mask,
+            ranks,
+            run_ends,
+            cursors,
+            seen,
+            positions,
+            sources,
+            first,
+        )
+    )

@@ -1,5 +1,7 @@
 """The loops of kernels.py in plain numpy: for machines without numba, and the tests' reference."""
 
+from typing import Any
+
 import numpy as np
 
 from deltawire.codec.bits import BitArray, IndexArray
@@ -123,3 +125,165 @@ def gather(bits: BitArray, indices: IndexArray, out: BitArray) -> None:
 def scatter(bits: BitArray, indices: IndexArray, values: BitArray) -> None:
     """See kernels.py."""
     bits[indices] = values
+
+
+def encode_gaps(gaps: IndexArray, shift: int, quotients: BitArray, low: BitArray) -> int:
+    """See kernels.py."""
+    wide = gaps.astype(np.int64)
+    escapes, rest = np.divmod(wide >> shift, 255)
+    ends = np.cumsum(escapes + 1)
+    size = int(ends[-1]) if ends.size else 0
+    quotients[:size] = 255
+    quotients[ends - 1] = rest
+    if shift:
+        bits = (wide[:, None] >> np.arange(shift)) & 1
+        packed = np.packbits(bits.astype(np.uint8).reshape(-1), bitorder="little")
+        low[: packed.size] = packed
+    return size
+
+
+def decode_gaps(quotients: BitArray, low: BitArray, shift: int, gaps: IndexArray) -> bool:
+    """See kernels.py."""
+    ends = np.flatnonzero(quotients != 255)
+    if ends.size != gaps.size or (quotients.size and quotients[-1] == 255):
+        return False
+    sums = np.cumsum(quotients, dtype=np.int64)[ends]
+    wide = np.diff(sums, prepend=0) << shift
+    if shift:
+        bits = np.unpackbits(low, count=gaps.size * shift, bitorder="little")
+        wide += bits.reshape(-1, shift).astype(np.int64) @ (1 << np.arange(shift))
+    gaps[:] = wide
+    return True
+
+
+def encode_steps(
+    old: BitArray,
+    new: BitArray,
+    signs: BitArray,
+    places: IndexArray,
+    sizes: BitArray,
+    absolutes: BitArray,
+) -> tuple[int, int]:
+    """See kernels.py."""
+    step = _ordered(new) - _ordered(old)
+    packed = np.packbits(step > 0, bitorder="little")
+    signs[: packed.size] = packed
+    size = np.abs(step)
+    found = np.flatnonzero(size != 1)
+    places[: found.size] = found
+    sizes[: found.size] = np.minimum(size[found], 255)
+    whole = found[size[found] > 254]
+    absolutes[: whole.size] = new[whole]
+    return found.size, whole.size
+
+
+def decode_steps(
+    old: BitArray,
+    signs: BitArray,
+    places: IndexArray,
+    sizes: BitArray,
+    absolutes: BitArray,
+    new: BitArray,
+) -> None:
+    """See kernels.py."""
+    size = np.ones(old.size, np.int64)
+    size[places] = sizes
+    up = np.unpackbits(signs, count=old.size, bitorder="little").astype(bool)
+    new[:] = _unordered(_ordered(old) + np.where(up, size, -size), old.dtype)
+    new[places[sizes == 255]] = absolutes
+
+
+def _ordered(bits: BitArray) -> IndexArray:
+    """Bit patterns on the line where neighbours are floats one unit in the last place apart."""
+    top = 1 << (8 * bits.itemsize - 1)
+    wide = bits.astype(np.int64)
+    line: IndexArray = np.where(wide >= top, 2 * top - 1 - wide, wide + top)
+    return line
+
+
+def _unordered(line: IndexArray, dtype: np.dtype[Any]) -> BitArray:
+    top = 1 << (8 * dtype.itemsize - 1)
+    bits: BitArray = np.where(line >= top, line - top, 2 * top - 1 - line).astype(dtype)
+    return bits
+
+
+def class_gaps(
+    bits: BitArray,
+    begin: int,
+    class_shift: int,
+    class_mask: int,
+    positions: IndexArray,
+    first: int,
+    seen: IndexArray,
+    last: IndexArray,
+    classes: BitArray,
+    gaps: IndexArray,
+) -> int:
+    """See kernels.py."""
+    for start in range(0, bits.size, _CHUNK):
+        found = _classes(bits[start : start + _CHUNK], class_shift, class_mask)
+        end = int(np.searchsorted(positions, begin + start + found.size))
+        ranks = _ranks(found, seen)
+        here = positions[first:end] - (begin + start)
+        mine, at = found[here], ranks[here]
+        classes[first:end] = mine
+        for c in np.unique(mine):
+            of_class = np.flatnonzero(mine == c)
+            gaps[first + of_class] = np.diff(at[of_class], prepend=last[c]) - 1
+            last[c] = at[of_class[-1]]
+        seen += np.bincount(found, minlength=seen.size)
+        first = end
+    return first
+
+
+def class_positions(
+    bits: BitArray,
+    begin: int,
+    class_shift: int,
+    class_mask: int,
+    ranks: IndexArray,
+    run_ends: IndexArray,
+    cursors: IndexArray,
+    seen: IndexArray,
+    positions: IndexArray,
+    sources: IndexArray,
+    first: int,
+) -> int:
+    """See kernels.py."""
+    for start in range(0, bits.size, _CHUNK):
+        found = _classes(bits[start : start + _CHUNK], class_shift, class_mask)
+        order = np.argsort(found, kind="stable")
+        counts = np.bincount(found, minlength=seen.size)
+        starts = np.cumsum(counts) - counts
+        where, source = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for c in np.flatnonzero(counts):
+            run = ranks[cursors[c] : run_ends[c]]
+            taken = int(np.searchsorted(run, seen[c] + counts[c]))
+            where.append(order[starts[c] + run[:taken] - seen[c]])
+            source.append(np.arange(cursors[c], cursors[c] + taken))
+            cursors[c] += taken
+        seen += counts
+        place = np.concatenate(where)
+        sort = np.argsort(place)
+        end = first + place.size
+        positions[first:end] = place[sort] + (begin + start)
+        sources[first:end] = np.concatenate(source)[sort]
+        first = end
+    return first
+
+
+def _classes(bits: BitArray, class_shift: int, class_mask: int) -> BitArray:
+    found: BitArray = ((bits >> bits.dtype.type(class_shift)) & bits.dtype.type(class_mask)).astype(
+        np.uint8
+    )
+    return found
+
+
+def _ranks(found: BitArray, seen: IndexArray) -> IndexArray:
+    """Rank of each element among those of its class, on top of those seen before."""
+    order = np.argsort(found, kind="stable")
+    counts = np.bincount(found, minlength=seen.size)
+    starts = np.cumsum(counts) - counts
+    ranks = np.empty(found.size, np.int64)
+    ranks[order] = np.arange(found.size) - starts[found[order]] + seen[found[order]]
+    return ranks

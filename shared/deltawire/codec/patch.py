@@ -8,6 +8,7 @@ encodings need.
 import hashlib
 import json
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -166,6 +167,26 @@ class Layout(Mapping[str, TensorLayout]):
     def nbytes(self) -> int:
         """Size of the dense weights."""
         return sum(t.nbytes for t in self._tensors.values())
+
+    def between(self, begin: int, end: int) -> Iterator[tuple[TensorLayout, int, int]]:
+        """The tensors that hold positions [begin, end) of the run, each with the first and the
+        end of its own elements in there."""
+        at = bisect_right(self._offsets, begin) - 1
+        while at < len(self._ordered) and self._offsets[at] < end:
+            tensor = self._ordered[at]
+            first = max(begin - tensor.offset, 0)
+            last = min(end - tensor.offset, tensor.numel)
+            if first < last:
+                yield tensor, first, last
+            at += 1
+
+    @cached_property
+    def _ordered(self) -> list[TensorLayout]:
+        return [t for t in self._tensors.values() if t.numel]
+
+    @cached_property
+    def _offsets(self) -> list[int]:
+        return [t.offset for t in self._ordered]
 
     def __getitem__(self, name: str) -> TensorLayout:
         try:
