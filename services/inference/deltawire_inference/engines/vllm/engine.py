@@ -1,0 +1,332 @@
+"""The vLLM engine: `vllm serve` as a child, patched in place. See engines/base.py for the seam.
+
+A child that ends leaves the engine without a version: requests then raise ReplicaBroken until
+`start` is called again, which re-bases a new child on the newest published weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+import os
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from deltawire.codec.bits import torch_type
+from deltawire.codec.digest import Digest
+from deltawire.protocol.chain import RunManifest
+from deltawire.protocol.errors import (
+    DigestMismatch,
+    EngineError,
+    MalformedMessage,
+    ReplicaBroken,
+    VersionNotServed,
+)
+from deltawire.protocol.generation import GenerateRequest, GenerateResponse
+from deltawire.protocol.versions import PolicyVersion
+from deltawire.sync.follower import Fetched
+from deltawire_inference.engines.base import (
+    ApplyReport,
+    EngineLoad,
+    SampledToken,
+    StagedUpdate,
+    SwapMode,
+)
+from deltawire_inference.engines.torch.rate import TokenRate
+from deltawire_inference.engines.vllm.adapters import Adapters
+from deltawire_inference.engines.vllm.checkpoint import write_checkpoint
+from deltawire_inference.engines.vllm.child import VllmChild
+from deltawire_inference.engines.vllm.client import PauseMode, VllmClient, WorkerCalls
+from deltawire_inference.engines.vllm.options import (
+    MODEL_NAME,
+    VllmOptions,
+    serve_command,
+    serve_environment,
+)
+from deltawire_inference.engines.vllm.remote_weights import RankMap
+from deltawire_inference.engines.vllm.requests import (
+    completion_of,
+    request_body,
+    score_body,
+    scores_of,
+)
+from deltawire_inference.engines.vllm.staging import StagedPatch, Stager
+from deltawire_inference.engines.vllm.streaming import tokens_of_event
+from deltawire_inference.engines.vllm.workspace import Workspace
+
+log = logging.getLogger(__name__)
+
+PIN_RETRY_S = 1.0
+"""When a request that asks for a version not yet served should come again."""
+_PAUSES: dict[SwapMode, tuple[PauseMode, bool]] = {
+    "keep": ("keep", True),
+    "keep_kv": ("keep", False),
+    "drain": ("wait", True),
+    "abort": ("abort", True),
+}
+"""Swap mode -> vLLM's pause mode, and whether all cached keys and values are dropped."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Running:
+    """What exists while a child runs."""
+
+    client: VllmClient
+    calls: WorkerCalls
+    stager: Stager
+    adapters: Adapters
+    version: PolicyVersion
+    digest: Digest
+
+
+class VllmEngine:
+    """Stock vLLM of 0.29 or newer, with our plugin installed beside it."""
+
+    name = "vllm"
+
+    def __init__(self, options: VllmOptions) -> None:
+        self.capabilities = options.capabilities
+        self._options = options
+        self._workspace = Workspace(options.state_dir)
+        self._child = VllmChild(socket=self._workspace.socket)
+        self._running: _Running | None = None
+        self._rate = TokenRate()
+        self._in_flight = 0
+
+    @property
+    def version(self) -> PolicyVersion | None:
+        """See Engine. None too when the child has ended."""
+        return self._running.version if self._running and self._child.alive else None
+
+    @property
+    def digest(self) -> str:
+        """See Engine."""
+        return str(self._running.digest) if self._running else ""
+
+    async def start(
+        self, model_dir: Path, objects: Fetched, *, manifest: RunManifest, version: PolicyVersion
+    ) -> None:
+        """See Engine. Merges the route on disk, starts a child on it and learns its map."""
+        await self.close()
+        self._workspace.open()
+        checkpoint = self._workspace.disk / f"checkpoint-{version}"
+        digest = await asyncio.to_thread(
+            write_checkpoint, model_dir, objects, manifest=manifest, target=checkpoint
+        )
+        client = VllmClient(self._workspace.socket)
+        try:
+            self._running = await self._run_child(
+                client, checkpoint, manifest=manifest, version=version, digest=digest
+            )
+        except BaseException:
+            await client.close()
+            await self._child.stop()
+            raise
+
+    async def generate(self, request: GenerateRequest) -> GenerateResponse:
+        """See Engine."""
+        running = self._ready()
+        body = _body(request, running)
+        self._in_flight += request.n
+        try:
+            answer = await self._answer(running.client.generate(body))
+        finally:
+            self._in_flight -= request.n
+        completions = [
+            completion_of(choice, request=request, version=running.version)
+            for choice in answer["choices"]
+        ]
+        self._rate.add(sum(len(c.token_ids) for c in completions))
+        answered_by = answer.get("model")
+        if answered_by != body["model"]:
+            raise EngineError(f"{body['model']!r} was asked for, {answered_by!r} answered")
+        return GenerateResponse(completions=completions, adapter=request.adapter)
+
+    async def stream(self, request: GenerateRequest) -> AsyncIterator[SampledToken]:
+        """See Engine. vLLM gives spans only at the end: tokens carry the version live meanwhile."""
+        running = self._ready()
+        body = _body(request, running) | {"stream": True}
+        self._in_flight += request.n
+        try:
+            async for line in running.client.stream(body):
+                for token in tokens_of_event(json.loads(line), version=running.version):
+                    self._rate.add(int(token.token_id is not None))
+                    yield token
+        finally:
+            self._in_flight -= request.n
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """See Engine."""
+        running = self._ready()
+        answer = await self._answer(running.client.score(score_body(token_ids, model=MODEL_NAME)))
+        return scores_of(answer, token_ids)
+
+    async def stage(self, objects: Fetched) -> StagedUpdate:
+        """See Engine."""
+        running = self._ready()
+        return await asyncio.to_thread(running.stager.stage, objects, held=running.digest)
+
+    async def apply(self, staged: StagedUpdate, *, mode: SwapMode) -> ApplyReport:
+        """See Engine. Where ranks disagree the child is stopped: nothing half applied serves."""
+        running, patch = self._ready(), staged.token
+        assert isinstance(patch, StagedPatch)
+        if patch.base_digest != str(running.digest):
+            raise DigestMismatch(
+                f"staged version {staged.version}",
+                expected=patch.base_digest,
+                actual=str(running.digest),
+            )
+        started = monotonic()
+        await asyncio.shield(self._swap(running, patch.key, staged, mode))
+        pause_s = monotonic() - started
+        if patch.checkpoint is not None:
+            await asyncio.to_thread(shutil.rmtree, patch.checkpoint, ignore_errors=True)
+        return ApplyReport(pause_s=pause_s, mode=mode, digest=staged.new_digest)
+
+    async def verify(self) -> str:
+        """See Engine. Reads the weights while tokens flow, so do not apply meanwhile."""
+        return str(await asyncio.to_thread(self._ready().stager.recomputed))
+
+    async def load_adapter(self, name: str, path: Path) -> None:
+        """See Engine."""
+        await self._ready().adapters.load(name, path)
+
+    async def pause(self) -> None:
+        """See Engine."""
+        await self._answer(self._ready().client.pause("keep", clear_cache=False))
+
+    async def resume(self) -> None:
+        """See Engine."""
+        await self._answer(self._ready().client.resume())
+
+    def load(self) -> EngineLoad:
+        """See Engine."""
+        return EngineLoad(
+            running=self._in_flight,
+            waiting=0,
+            tokens_total=self._rate.total,
+            tokens_per_s=self._rate.per_s(),
+        )
+
+    async def close(self) -> None:
+        """See Engine."""
+        running, self._running = self._running, None
+        if running is not None:
+            await running.client.close()
+            await asyncio.to_thread(running.calls.close)
+        await self._child.stop()
+        await asyncio.to_thread(self._workspace.clear)
+
+    async def _run_child(
+        self,
+        client: VllmClient,
+        checkpoint: Path,
+        *,
+        manifest: RunManifest,
+        version: PolicyVersion,
+        digest: Digest,
+    ) -> _Running:
+        command = serve_command(
+            self._options,
+            model_dir=checkpoint,
+            socket=self._workspace.socket,
+            dtype=_serving_dtype(manifest),
+        )
+        environment = serve_environment(self._options, os.environ)
+        timeout_s = self._options.start_timeout_s
+        start_s = await self._child.start(command, environment, client, timeout_s=timeout_s)
+        pattern = str(self._workspace.memory / "map-{rank}.safetensors")
+        learned = await client.call_workers("deltawire_learn", str(checkpoint), pattern)
+        calls = WorkerCalls(
+            self._workspace.socket,
+            self._workspace.memory,
+            ranks=len(learned),
+            timeout_s=self._options.stage_timeout_s,
+        )
+        maps = [RankMap.load(path) for path in calls.paths(pattern)]
+        await client.set_version(str(version))
+        log.info(
+            "vLLM serves",
+            extra={"version": version, "start_s": round(start_s, 1), "ranks": learned},
+        )
+        stager = Stager(
+            calls, maps, manifest=manifest, model_dir=checkpoint, disk=self._workspace.disk
+        )
+        return _Running(
+            client=client,
+            calls=calls,
+            stager=stager,
+            adapters=Adapters(client, self._workspace.disk, limit=self._options.adapters),
+            version=version,
+            digest=digest,
+        )
+
+    async def _swap(
+        self, running: _Running, key: str, staged: StagedUpdate, mode: SwapMode
+    ) -> None:
+        pause_mode, clear_cache = _PAUSES[mode]
+        try:
+            await running.client.pause(pause_mode, clear_cache=clear_cache)
+            answers = await running.client.call_workers("deltawire_apply", key)
+            refusals = [answer["refused"] for answer in answers if answer.get("refused")]
+            if not refusals:
+                await running.client.set_version(str(staged.version))
+                running.version, running.digest = staged.version, Digest.parse(staged.new_digest)
+            if len(refusals) in (0, len(answers)):
+                await running.client.resume()
+        except EngineError as error:
+            await self.close()
+            raise ReplicaBroken(f"the swap to version {staged.version} failed: {error}") from error
+        if refusals:
+            if len(refusals) < len(answers):
+                await self.close()
+                raise ReplicaBroken(f"only some ranks took version {staged.version}: {refusals[0]}")
+            raise EngineError(f"version {staged.version} was not applied: {refusals[0]}")
+
+    def _ready(self) -> _Running:
+        if self._running is None:
+            raise ReplicaBroken("no weights are loaded yet")
+        if not self._child.alive:
+            raise ReplicaBroken(
+                f"vLLM has ended; start it again. Its last lines:\n{self._child.tail}"
+            )
+        return self._running
+
+    async def _answer(self, call: Awaitable[Any]) -> Any:
+        """The call's answer; when the child died meanwhile, that is the error to report."""
+        try:
+            return await call
+        except EngineError:
+            self._ready()
+            raise
+
+
+def _body(request: GenerateRequest, running: _Running) -> dict[str, Any]:
+    """Check what the request asks for, and spell it as vLLM does."""
+    serving = running.version
+    pin, floor = request.policy_version, request.min_version
+    if pin is not None and pin != serving:
+        raise VersionNotServed(wanted=pin, serving=serving, retry_after_s=PIN_RETRY_S)
+    if floor is not None and floor > serving:
+        raise VersionNotServed(wanted=floor, serving=serving, retry_after_s=PIN_RETRY_S)
+    if request.adapter is not None and request.adapter not in running.adapters.names:
+        raise MalformedMessage(
+            f"adapter {request.adapter!r} is not loaded; loaded are {running.adapters.names}"
+        )
+    return request_body(request, version=serving, model=request.adapter or MODEL_NAME)
+
+
+def _serving_dtype(manifest: RunManifest) -> str:
+    """What most elements were published in: served wider or narrower, their bits would be lost."""
+    elements: dict[str, int] = {}
+    for tensor in manifest.tensors:
+        count = math.prod(tensor.shape)
+        elements[tensor.dtype] = elements.get(tensor.dtype, 0) + count
+    word = max(elements, key=elements.__getitem__)
+    return str(torch_type(word)).removeprefix("torch.")
