@@ -68,6 +68,7 @@ $(RUNTIME): constraints.txt $(PROJECTS) | $(VENV)/bin/python
 $(DEV): $(RUNTIME) requirements-dev.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_TORCH) -c constraints.txt \
 	  -r requirements-dev.txt
+	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -c constraints.txt openenv
 	@touch $@
 
 clean:  ## Remove environments and runs
