@@ -1,0 +1,78 @@
+"""Will a model's chat template take this conversation, and can it be continued token by token?
+
+Needs the model's tokenizer files on this machine; downloads nothing.
+"""
+
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from deltawire.job.transcript import Message
+
+
+def find_chat_template(source: str) -> str | None:
+    """The template of a model folder or of the Hub cache; None when it is not here."""
+    for folder in _folders(source):
+        plain = folder / "chat_template.jinja"
+        if plain.is_file():
+            return plain.read_text(encoding="utf-8")
+        config = folder / "tokenizer_config.json"
+        if config.is_file():
+            template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+            if isinstance(template, str):
+                return template
+    return None
+
+
+def _folders(source: str) -> list[Path]:
+    home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
+    snapshots = home / "hub" / f"models--{source.replace('/', '--')}" / "snapshots"
+    cached = sorted(snapshots.iterdir()) if snapshots.is_dir() else []
+    return [folder for folder in (Path(source).expanduser(), *cached) if folder.is_dir()]
+
+
+def template_problem(template: str, messages: Sequence[Message]) -> str:
+    """Why the template cannot carry the conversation, or "".
+
+    Every earlier state must be a prefix of the whole, or what was sampled would have to be
+    tokenised again.
+    """
+    from jinja2 import TemplateError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def refuse(reason: str) -> str:
+        raise TemplateError(reason)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = refuse
+    environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "ensure_ascii": False}
+    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "", "unk_token": ""}
+    try:
+        compiled = environment.from_string(template)
+        shown = [
+            compiled.render(messages=messages[:upto], add_generation_prompt=False, **special)
+            for upto in range(1, len(messages) + 1)
+            if messages[upto - 1]["role"] in ("user", "tool", "assistant")
+        ]
+    except TemplateError as error:
+        return f"the model's chat template refuses the conversation: {error}"
+    for earlier, later in itertools.pairwise(shown):
+        if not later.startswith(earlier.rstrip()):
+            return "the model's chat template rewrites earlier turns when a later one is added"
+    return ""
+
+
+def role_problem(messages: Sequence[Message]) -> str:
+    """What most templates refuse, or "": a system message that is not first, two alike in a row."""
+    roles = [message["role"] for message in messages]
+    known = {"system", "user", "assistant", "tool"}
+    if strange := [role for role in roles if role not in known]:
+        return f"role {strange[0]!r} is none of {', '.join(sorted(known))}"
+    if "system" in roles[1:]:
+        return "a system message stands after the first place"
+    for before, after in itertools.pairwise(roles):
+        if before == after and before != "tool":
+            return f"two {before} messages follow each other"
+    return ""

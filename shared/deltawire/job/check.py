@@ -1,0 +1,159 @@
+"""`deltawire check`: everything about a job that can be known without a GPU and without network."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from deltawire.job.chat_template import find_chat_template, role_problem, template_problem
+from deltawire.job.estimate import TYPICAL_DENSITY, estimate, readable_bytes
+from deltawire.job.fault import describe
+from deltawire.job.load import load_job
+from deltawire.job.rehearsal import Rehearsal, rehearse
+from deltawire.job.resolve import ResolvedJob, leaves, resolve
+from deltawire.job.spec import JobSpec
+from deltawire.protocol.errors import JobError
+
+Verdict = Literal["ok", "note", "fault"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at."""
+
+    verdict: Verdict
+    subject: str
+    detail: str
+
+
+@dataclass(slots=True)
+class CheckReport:
+    """All findings, and the resolved configuration with the origin of each value."""
+
+    findings: list[Finding] = field(default_factory=list)
+    settings: list[tuple[str, object, str]] = field(default_factory=list)
+    """(dotted name, value, origin), the ones that are no defaults first."""
+
+    @property
+    def passed(self) -> bool:
+        return all(finding.verdict != "fault" for finding in self.findings)
+
+    def add(self, verdict: Verdict, subject: str, detail: str) -> None:
+        """One more finding."""
+        self.findings.append(Finding(verdict, subject, detail))
+
+
+def check_job(path: Path, overrides: Sequence[str] = ()) -> CheckReport:
+    """Load, resolve, play one recorded episode, score it, estimate. Raises nothing of the job's."""
+    report = CheckReport()
+    try:
+        resolved = resolve(load_job(path), overrides)
+    except JobError as error:
+        report.add("fault", "job", str(error))
+        return report
+    spec = resolved.spec
+    report.add("ok", "job", f"{spec.name}: {spec.env.name} with {spec.model.source}")
+    report.settings = _settings(resolved)
+    rehearsal = _rehearse(resolved, report)
+    if rehearsal is not None:
+        _judge_rewards(resolved, rehearsal, report)
+        _judge_template(spec, rehearsal, report)
+    _judge_shape(spec, report)
+    _judge_size(spec, report)
+    return report
+
+
+def _settings(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
+    rows = []
+    for name, value in leaves(resolved.spec):
+        parts = [
+            origin
+            for known, origin in resolved.origins.items()
+            if known == name or known.startswith(f"{name}.")
+        ]
+        rows.append((name, value, next((p for p in reversed(parts) if p != "default"), "default")))
+    return sorted(rows, key=lambda row: row[2] == "default")
+
+
+def _rehearse(resolved: ResolvedJob, report: CheckReport) -> Rehearsal | None:
+    try:
+        rehearsal = asyncio.run(rehearse(resolved))
+    except Exception as error:  # noqa: BLE001 - the border to a user's world
+        report.add("fault", "episode", f"{resolved.world.name} failed: {describe(error)}")
+        return None
+    transcript = rehearsal.transcript
+    end = "ended" if transcript.done else "was still going on at the turn limit"
+    report.add("ok", "episode", f"a recorded one {end} after {transcript.turns} turns")
+    if not transcript.messages[: transcript.prompt_length]:
+        report.add("fault", "episode", "reset gave no message: the policy has nothing to read")
+    return rehearsal
+
+
+def _judge_rewards(resolved: ResolvedJob, rehearsal: Rehearsal, report: CheckReport) -> None:
+    score = rehearsal.score
+    if score is None:
+        report.add("ok", "reward", f"the world's own; {rehearsal.transcript.reward:g} here")
+        return
+    for name, reason in score.errors.items():
+        report.add("fault", f"reward {name}", reason)
+    for name, value in score.parts.items():
+        report.add("ok", f"reward {name}", f"{value:g} on the recorded episode")
+    silent = {part.name for part in resolved.job.rewards} - score.parts.keys() - score.errors.keys()
+    for name in sorted(silent):
+        report.add("note", f"reward {name}", "does not apply to the recorded episode")
+
+
+def _judge_template(spec: JobSpec, rehearsal: Rehearsal, report: CheckReport) -> None:
+    messages = rehearsal.transcript.messages
+    template = find_chat_template(spec.model.source)
+    problem = role_problem(messages) if template is None else template_problem(template, messages)
+    if template is None:
+        report.add("note", "chat template", "the model is not on this machine: only roles checked")
+    if problem:
+        report.add("fault" if template else "note", "chat template", problem)
+    elif template is not None:
+        report.add("ok", "chat template", "takes the recorded conversation turn by turn")
+
+
+def _judge_shape(spec: JobSpec, report: CheckReport) -> None:
+    spoken = spec.sampling.max_new_tokens * spec.env.max_turns
+    if spoken >= spec.env.max_tokens:
+        report.add(
+            "note",
+            "lengths",
+            f"{spec.env.max_turns} turns of {spec.sampling.max_new_tokens} tokens do not fit "
+            f"env.max_tokens={spec.env.max_tokens} with the prompt: long episodes are cut",
+        )
+    rollouts = spec.train.groups_per_step * spec.train.group_size
+    if rollouts > spec.env.sessions:
+        report.add(
+            "note",
+            "sessions",
+            f"a step needs {rollouts} episodes, env.sessions={spec.env.sessions} run at a time",
+        )
+
+
+def _judge_size(spec: JobSpec, report: CheckReport) -> None:
+    needs = estimate(spec)
+    if needs is None:
+        report.add("note", "size", "the model's name does not tell its size; no estimate")
+        return
+    report.add(
+        "ok",
+        "memory",
+        f"trainer about {readable_bytes(needs.trainer_bytes)}, each replica "
+        f"{readable_bytes(needs.replica_bytes)} and its key-value cache",
+    )
+    report.add(
+        "ok",
+        "bandwidth",
+        f"a delta about {readable_bytes(needs.delta_bytes)} a step at {TYPICAL_DENSITY:.0%} "
+        f"density, an anchor {readable_bytes(needs.anchor_bytes)}",
+    )
+    report.add(
+        "ok",
+        "work",
+        f"{needs.rollouts_per_step} rollouts and at most {needs.tokens_per_step} tokens a step, "
+        f"{spec.train.steps} steps",
+    )
