@@ -147,6 +147,14 @@ class Kernels(Protocol):
         """
         ...
 
+    def split_rotated(self, bits: BitArray, top: BitArray, rest: BitArray) -> None:
+        """16-bit patterns rotated left by one, into upper and lower bytes."""
+        ...
+
+    def join_rotated(self, top: BitArray, rest: BitArray, bits: BitArray) -> None:
+        """The inverse."""
+        ...
+
 
 @cache
 def load(*, compiled: bool = True) -> Kernels:

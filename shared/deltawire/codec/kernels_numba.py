@@ -437,3 +437,20 @@ def class_positions(
             first,
         )
     )
+
+
+@_compiled
+def split_rotated(bits, top, rest):  # type: ignore[no-untyped-def]
+    """See kernels.py."""
+    for i in range(bits.size):
+        turned = np.uint16(bits[i] << np.uint16(1)) | np.uint16(bits[i] >> np.uint16(15))
+        top[i] = turned >> np.uint16(8)
+        rest[i] = turned & np.uint16(0xFF)
+
+
+@_compiled
+def join_rotated(top, rest, bits):  # type: ignore[no-untyped-def]
+    """See kernels.py."""
+    for i in range(bits.size):
+        turned = np.uint16(np.uint16(top[i]) << np.uint16(8)) | np.uint16(rest[i])
+        bits[i] = np.uint16(turned >> np.uint16(1)) | np.uint16(turned << np.uint16(15))

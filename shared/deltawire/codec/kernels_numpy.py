@@ -287,3 +287,20 @@ def _ranks(found: BitArray, seen: IndexArray) -> IndexArray:
     ranks = np.empty(found.size, np.int64)
     ranks[order] = np.arange(found.size) - starts[found[order]] + seen[found[order]]
     return ranks
+
+
+def split_rotated(bits: BitArray, top: BitArray, rest: BitArray) -> None:
+    """See kernels.py."""
+    for begin in range(0, bits.size, _CHUNK):
+        part = bits[begin : begin + _CHUNK]
+        turned = (part << np.uint16(1)) | (part >> np.uint16(15))
+        top[begin : begin + _CHUNK] = turned >> np.uint16(8)
+        rest[begin : begin + _CHUNK] = turned & np.uint16(0xFF)
+
+
+def join_rotated(top: BitArray, rest: BitArray, bits: BitArray) -> None:
+    """See kernels.py."""
+    for begin in range(0, bits.size, _CHUNK):
+        upper = top[begin : begin + _CHUNK].astype(np.uint16) << np.uint16(8)
+        turned = upper | rest[begin : begin + _CHUNK]
+        bits[begin : begin + _CHUNK] = (turned >> np.uint16(1)) | (turned << np.uint16(15))
