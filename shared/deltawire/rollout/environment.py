@@ -43,6 +43,8 @@ _CLOSE_S = 1.0
 _FULL_S = 1.0
 """How long a full server is left alone at first."""
 _TRY_AGAIN_LATER = 1013
+_FINAL_CODES = (1002, 1003, 1007, 1008, 1009)
+"""Closed for what we sent, such as a message too large: it would be the same again."""
 _DEFAULT_CAPACITY = 64
 _MESSAGE_FIELD = "message"
 
@@ -280,7 +282,7 @@ def _judge(error: ConnectionClosed | _Unreachable, *, resumable: bool, at: str) 
     closed_with = error.rcvd.code if isinstance(error, ConnectionClosed) and error.rcvd else None
     if closed_with == _TRY_AGAIN_LATER:
         raise CapacityReached(f"{at} has no free session") from error
-    if not resumable:
+    if not resumable or closed_with in _FINAL_CODES:
         raise EpisodeFailed(f"{at} cut the connection: {error}") from error
 
 

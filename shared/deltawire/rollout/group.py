@@ -144,13 +144,16 @@ async def _first_turns(
 
 
 async def _member(episode: Episode, opening: Sampled | None) -> None:
-    """One episode to its end, or to the fault that ends it."""
-    with _faults_are_data(episode):
-        if opening is not None:
-            await episode.take(opening)
-        elif not episode.begun:
-            await episode.begin()
-        await episode.play()
+    """One episode to its end, or to the fault that ends it; its session is then free for others."""
+    try:
+        with _faults_are_data(episode):
+            if opening is not None:
+                await episode.take(opening)
+            elif not episode.begun:
+                await episode.begin()
+            await episode.play()
+    finally:
+        await episode.close()
 
 
 async def _wait_for_members(

@@ -32,8 +32,6 @@ from deltawire.streams.base import Lease, ProducerStreams
 
 HEARTBEAT_S = 10.0
 """A quarter of the streams' default lease, so that a few may be lost."""
-_CLAIM_S = 2.0
-"""Longest wait in one claim; a drain is noticed in between."""
 _GIVE_BACK_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -70,11 +68,13 @@ class Producer:
         concurrency: int = 16,
         stragglers: StragglerPolicy | None = None,
         heartbeat_s: float = HEARTBEAT_S,
+        claim_s: float = 2.0,
     ) -> None:
         """`consumer` must be unique among live producers; by default it is drawn.
 
         `concurrency`: a further ticket is claimed while fewer episodes than this are running, so
-        that at most one group more than this is under way.
+        that at most one group more than this is under way. `claim_s`: longest wait in one claim; a
+        drain is noticed in between.
         """
         self.consumer = consumer or f"producer-{uuid.uuid4().hex[:12]}"
         self.counters = ProducerCounters()
@@ -89,6 +89,7 @@ class Producer:
         self._concurrency = concurrency
         self._stragglers = stragglers or StragglerPolicy()
         self._heartbeat_s = heartbeat_s
+        self._claim_s = claim_s
         self._working: set[asyncio.Task[None]] = set()
         self._draining = asyncio.Event()
         self._open = asyncio.Event()
@@ -120,7 +121,11 @@ class Producer:
                 await self._open.wait()
                 if self.counters.episodes_running >= self._concurrency:
                     await asyncio.wait(self._working, return_when=asyncio.FIRST_COMPLETED)
-                elif (lease := await self._claim()) is not None:
+                elif (lease := await self._claim()) is None:
+                    continue
+                elif self._draining.is_set():
+                    await self._give_back(lease, reason="the producer drains")
+                else:
                     self._begin(lease)
             if self._working:
                 await asyncio.wait(self._working, timeout=drain_s)
@@ -138,7 +143,7 @@ class Producer:
                 await asyncio.sleep(wait_s)
         try:
             with self._waits.on("tickets"):
-                return await self._streams.claim(self.consumer, timeout_s=_CLAIM_S)
+                return await self._streams.claim(self.consumer, timeout_s=self._claim_s)
         except StreamUnavailable as error:
             log.warning("streams unavailable", extra={"reason": str(error)})
             self._failures_in_a_row += 1
