@@ -13,7 +13,7 @@ from deltawire.job.transcript import Message
 
 
 def find_chat_template(source: str) -> str | None:
-    """The template of a model folder or of the Hub cache; None when it is not here."""
+    """The template in a model folder, our cache or the Hub's; None when it is not here."""
     for folder in _folders(source):
         plain = folder / "chat_template.jinja"
         if plain.is_file():
@@ -30,7 +30,9 @@ def _folders(source: str) -> list[Path]:
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     snapshots = home / "hub" / f"models--{source.replace('/', '--')}" / "snapshots"
     cached = sorted(snapshots.iterdir()) if snapshots.is_dir() else []
-    return [folder for folder in (Path(source).expanduser(), *cached) if folder.is_dir()]
+    ours = Path(os.environ.get("DELTAWIRE_CACHE", "~/.cache/deltawire")).expanduser()
+    unpacked = ours / f"{source.rpartition('/')[2].lower()}-bf16"
+    return [f for f in (Path(source).expanduser(), unpacked, *cached) if f.is_dir()]
 
 
 def template_problem(template: str, messages: Sequence[Message]) -> str:

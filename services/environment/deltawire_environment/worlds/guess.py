@@ -16,7 +16,14 @@ from deltawire_environment.worlds.guess_reward import (
     final_reward,
     grade,
 )
-from deltawire_environment.worlds.guess_text import TEXTS, GuessTexts, Style, board, opening_chat
+from deltawire_environment.worlds.guess_text import (
+    TEXTS,
+    GuessTexts,
+    Style,
+    board,
+    gives_hint,
+    opening_chat,
+)
 from deltawire_environment.worlds.marks import closeness, marks
 from deltawire_environment.worlds.wordlist import WordList, load_words
 
@@ -71,8 +78,9 @@ class GuessWorld(World):
         self.config = config
         self.texts = config.spoken()
         self.words = words or load_words()
-        prompt = " ".join(message["content"] for message in self.opening())
-        self.shown = frozenset(re.findall(r"\[([a-z]{5})\]", prompt))
+        self.hinted = gives_hint(self.texts)
+        prompt = " ".join(message["content"] for message in self.opening("?"))
+        self.rewarded = self.words.allowed - set(re.findall(r"\[([a-z]{5})\]", prompt))
 
     def start(self, task: Task, rng: random.Random) -> tuple[Episode, Reply]:
         secrets = self.words.secrets.get(task.split) or self.words.secrets["train"]
@@ -80,11 +88,11 @@ class GuessWorld(World):
             secrets[task.index % len(secrets)] if task.index is not None else rng.choice(secrets)
         )
         game = Game(self, secret)
-        return game, Reply(chat=self.opening(), extra=game.board_fields())
+        return game, Reply(chat=self.opening(secret), extra=game.board_fields())
 
-    def opening(self) -> list[Message]:
+    def opening(self, secret: str) -> list[Message]:
         """What a player reads first."""
-        return opening_chat(self.texts, turns=self.config.max_turns)
+        return opening_chat(self.texts, turns=self.config.max_turns, first=secret[0])
 
     def action_schema(self) -> dict[str, JsonValue]:
         return _ACTION_SCHEMA
@@ -107,8 +115,10 @@ class Game(Episode):
     def __init__(self, world: GuessWorld, secret: str) -> None:
         self._world, self._secret = world, secret
         self._guesses: list[str] = []
+        self._said: set[str] = set()
         self._score = Score()
         self._turns = 0
+        self._first_letters = 0
         self._faults_in_a_row = 0
 
     def step(self, action: Action) -> Reply:
@@ -117,11 +127,15 @@ class Game(Episode):
         self._score.grades.append(
             grade(
                 message,
-                allowed=self._world.words.allowed,
-                shown=self._world.shown,
-                w=self._world.config.grades,
+                secret=self._secret,
+                earlier=self._said,
+                words=self._world.rewarded,
+                hinted=self._world.hinted,
+                weights=self._world.config.grades,
             )
         )
+        self._said.add(word or "")
+        self._first_letters += (word or "")[:1] == self._secret[0]
         fault = self._fault(word)
         return self._refuse(fault, word or "") if fault else self._take(word or "")
 
@@ -178,6 +192,7 @@ class Game(Episode):
             board=board(guess, signs) if signs else "",
             left=self._left,
             turns=self._world.config.max_turns,
+            first=self._secret[0],
             secret=self._secret if which == "lost" else "",
             percent=round(self._score.last * 100),
         )
@@ -195,7 +210,7 @@ class Game(Episode):
         config = self._world.config
         return Reply(
             text=text,
-            reward=final_reward(config.reward, self._score, config.grades),
+            reward=final_reward(config.reward, self._score, turns=config.max_turns),
             done=True,
             info={"words": [*self._guesses], "secret": self._secret},
             metrics=self._metrics(),
@@ -206,6 +221,7 @@ class Game(Episode):
         score, signs = self._score, self._score.signs
         return {
             "solved": float(score.solved),
+            "first_letter": self._first_letters / max(1, self._turns),
             "valid": len(signs) / max(1, self._turns),
             "guesses": float(len(self._guesses)),
             "greens": float(signs[-1].count("G")) if signs else 0.0,

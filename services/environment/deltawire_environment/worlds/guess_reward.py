@@ -1,12 +1,13 @@
 """What a game was worth. Each kind is a pure function of what was guessed."""
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from deltawire_environment.worlds.marks import closeness
+from deltawire_environment.worlds.marks import closeness, marks
 
 RewardKind = Literal["binary", "partial", "textarena", "graded"]
 
@@ -14,28 +15,24 @@ _PAIRS = re.compile(r"\[([^\[\]]*)\]")
 
 
 class GradeWeights(BaseModel):
-    """Parts of the graded reward, for a model that must first learn the form of an answer.
+    """Points of one guess in the `graded` reward, for a model that must first learn the form.
 
-    The reward is the mean grade of the turns times `1 - closeness`, plus `closeness` times the
-    best guess's closeness, minus `repeat` for each repeated word a turn; solving makes it 1.
+    Only a single pair of brackets around letters, not guessed before, earns any. Where the game
+    gives a hint, a guess that breaks it earns nothing for being a word. The defaults add up to 1.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    bracket: float = 0.05
-    """For each kind of bracket that is there, when they make no single pair."""
-    pair: float = 0.15
-    """Exactly one pair of brackets."""
-    near: float = 0.15
-    """Letters only; less for each letter too many or too few."""
-    five: float = 0.1
-    """Five letters."""
-    only: float = 0.1
+    only: float = 0.05
     """Nothing outside the brackets."""
-    listed: float = 0.5
+    near: float = 0.2
+    """Five letters; less for each one too many or too few."""
+    hint: float = 0.15
+    """Keeps the hint; given to every guess where there is none."""
+    listed: float = 0.4
     """A word, and not one that the prompt shows."""
-    closeness: float = 0.2
-    repeat: float = 0.2
+    greens: float = 0.2
+    """Share of right places beyond the hint."""
 
 
 @dataclass(slots=True)
@@ -66,8 +63,11 @@ class Score:
         return closeness(self.signs[-1]) if self.signs else 0.0
 
 
-def final_reward(kind: RewardKind, score: Score, weights: GradeWeights) -> float:
-    """The episode's reward. Breaking the rules never pays, except where TextArena pays for it."""
+def final_reward(kind: RewardKind, score: Score, *, turns: int) -> float:
+    """The episode's reward. Breaking the rules never pays, except where TextArena pays for it.
+
+    `graded` is the mean over all `turns` of the game, so that ending it early earns nothing.
+    """
     if score.solved:
         return 1.0
     match kind:
@@ -78,23 +78,30 @@ def final_reward(kind: RewardKind, score: Score, weights: GradeWeights) -> float
         case "partial":
             return 0.0 if score.broke_rules else score.last
         case "graded":
-            turns = max(1, len(score.grades))
-            form = sum(score.grades) / turns * (1.0 - weights.closeness)
-            return form + weights.closeness * score.best - weights.repeat * score.repeats / turns
+            return sum(score.grades) / turns
 
 
 def grade(
-    message: str, *, allowed: frozenset[str], shown: frozenset[str], w: GradeWeights
+    message: str,
+    *,
+    secret: str,
+    earlier: Collection[str],
+    words: Collection[str],
+    hinted: bool,
+    weights: GradeWeights,
 ) -> float:
-    """How well-formed one message is, between 0 and about 1."""
+    """Points of one guess, between 0 and 1. `words` are the ones worth points for being a word."""
     pairs = _PAIRS.findall(message)
-    single = len(pairs) == 1 and message.count("[") == 1 and message.count("]") == 1
-    if not single:
-        return w.bracket * (("[" in message) + ("]" in message))
-    word = pairs[0]
-    letters = bool(re.fullmatch("[a-zA-Z]+", word))
-    five = bool(re.fullmatch("[a-z]{5}", word))
-    near = max(0.0, 1.0 - abs(len(word) - 5) / 5) if letters else 0.0
-    only = message.strip() == f"[{word}]"
-    listed = word in allowed and word not in shown
-    return w.pair + w.near * near + w.five * five + w.only * only + w.listed * listed
+    word = pairs[0] if len(pairs) == 1 else ""
+    if not re.fullmatch("[a-z]+", word) or word in earlier:
+        return 0.0
+    points = weights.only * (message.strip() == f"[{word}]")
+    points += weights.near * max(0.0, 1.0 - abs(len(word) - len(secret)) / 4)
+    if hinted and word[0] != secret[0]:
+        return points
+    points += weights.hint
+    if word in words:
+        given = int(hinted)
+        right = marks(secret, word).count("G") - given
+        points += weights.listed + weights.greens * right / (len(secret) - given)
+    return points

@@ -6,11 +6,15 @@ from pydantic import BaseModel, ConfigDict
 
 from deltawire.job.transcript import Message
 
-Style = Literal["plain", "shot", "textarena"]
+Style = Literal["plain", "hint", "textarena"]
 
 
 class GuessTexts(BaseModel):
-    """Templates. `{guess}`, `{marks}`, `{left}`, `{turns}`, `{board}`, `{secret}` are filled in."""
+    """Templates. `{guess}`, `{marks}`, `{left}`, `{turns}`, `{board}` are filled in.
+
+    `{first}` is the secret's first letter: a template that uses it makes an easier game. `{secret}`
+    and `{percent}` stand only in `lost`.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -46,13 +50,19 @@ TEXTS: dict[Style, GuessTexts] = {
         feedback="{board}\nGuesses left: {left}.",
         **_SHORT,
     ),
-    # One worked turn: enough for a small model to find the format by itself.
-    "shot": GuessTexts(
+    # A worked turn shows a small model the form of an answer; the first letter makes groups ask for
+    # different words, so that no single word can win everywhere.
+    "hint": GuessTexts(
         system="You play a word game. You answer with one five-letter word in square brackets.",
-        opening="Guess.",
-        worked=(("[crane]", "No. Guess again."),),
-        feedback="{board}\nGuess again.",
-        **_SHORT,
+        opening="It starts with c. Guess.",
+        worked=(("[crane]", "It starts with {first}. Guess."),),
+        feedback="{guess} {marks}. It starts with {first}. Guess.",
+        no_word="No. It starts with {first}. Guess.",
+        wrong_length="No. It starts with {first}. Guess.",
+        repeated="No. It starts with {first}. Guess.",
+        not_a_word="No. It starts with {first}. Guess.",
+        solved="Yes.",
+        lost="It was [{secret}].",
     ),
     # Word for word what TextArena's players read, so that prompts and policies can move over.
     "textarena": GuessTexts(
@@ -83,13 +93,18 @@ TEXTS: dict[Style, GuessTexts] = {
 }
 
 
-def opening_chat(texts: GuessTexts, *, turns: int) -> list[Message]:
+def gives_hint(texts: GuessTexts) -> bool:
+    """Whether the player is told the first letter before the first guess."""
+    return "{first}" in texts.opening + "".join(answer for _, answer in texts.worked)
+
+
+def opening_chat(texts: GuessTexts, *, turns: int, first: str) -> list[Message]:
     """The first messages: a system line, the opening and the worked turns."""
     chat = [Message(role="system", content=texts.system)] if texts.system else []
-    chat.append(Message(role="user", content=texts.opening.format(turns=turns)))
+    chat.append(Message(role="user", content=texts.opening.format(turns=turns, first=first)))
     for said, answered in texts.worked:
         chat.append(Message(role="assistant", content=said))
-        chat.append(Message(role="user", content=answered))
+        chat.append(Message(role="user", content=answered.format(turns=turns, first=first)))
     return chat
 
 
