@@ -5,9 +5,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
 from deltawire_trainer.policy import Policy
 from deltawire_trainer.samples import TrainingSample
-from transformers import LlamaConfig, LlamaForCausalLM
 
 VOCABULARY = 61
 

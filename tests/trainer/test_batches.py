@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from deltawire_trainer.batches import Budget, PackedBatch, pack
 from deltawire_trainer.policy import Policy
 from deltawire_trainer.samples import TrainingSample
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from .conftest import VOCABULARY, MakeSample, tiny_llama
 

@@ -4,12 +4,14 @@ A group becomes one sample per sequence of each usable rollout. Nothing is re-to
 trained on are the ids sampled.
 """
 
+from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltawire.protocol.rollouts import Rollout, Sequence
+from deltawire_trainer.advantages import advantages_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +49,6 @@ class TrainingSample:
     def with_advantage(self, advantage: float) -> "TrainingSample":
         """The same sample, weighed."""
         return replace(self, advantage=advantage)
-
-
-def samples_of(group_id: str, rollout: Rollout) -> list[TrainingSample]:
-    """One sample for each sequence of a rollout that holds a trained token, in order."""
-    made = (
-        sample_of(group_id, rollout.rollout_id, sequence, agent=index)
-        for index, sequence in enumerate(rollout.sequences)
-    )
-    return [sample for sample in made if sample is not None]
 
 
 def sample_of(
@@ -96,3 +89,29 @@ def _mask_of_trained(sequence: Sequence, trained: NDArray[np.int64]) -> list[lis
     sets = sequence.sampling_mask
     skipped = sum(sequence.loss_mask) - len(trained)
     return sets[skipped:] if len(sets) == len(trained) + skipped else None
+
+
+def batch_samples(
+    groups: PySequence[tuple[str, PySequence[Rollout]]], *, algorithm: str, group_size: int
+) -> list[TrainingSample]:
+    """Weighed samples of a step, from (group id, its usable rollouts).
+
+    An episode may hold several sequences (agents, branches). Those of the same agent are compared
+    with each other; a lone sequence has its episode's reward, several have their own.
+    """
+    members: dict[tuple[str, str], list[tuple[TrainingSample, float]]] = {}
+    for group_id, rollouts in groups:
+        for rollout in rollouts:
+            alone = len(rollout.sequences) == 1
+            for index, sequence in enumerate(rollout.sequences):
+                sample = sample_of(group_id, rollout.rollout_id, sequence, agent=index)
+                if sample is not None:
+                    reward = rollout.reward if alone else sequence.reward
+                    members.setdefault((group_id, sequence.agent), []).append((sample, reward))
+    rewards = [np.array([r for _, r in rows], dtype=np.float64) for rows in members.values()]
+    advantages = advantages_of(rewards, algorithm=algorithm, group_size=group_size)
+    return [
+        sample.with_advantage(float(advantage))
+        for rows, values in zip(members.values(), advantages, strict=True)
+        for (sample, _), advantage in zip(rows, values, strict=True)
+    ]

@@ -1,0 +1,250 @@
+"""From the stream to batches of fresh, whole groups. Every group met here gets exactly one fate.
+
+Guarantees: a group is trained at most once, whatever is delivered how often; what is dropped is
+written to the journal with its reason before it is acked; what is trained on is acked only once a
+checkpoint contains it (see checkpointing.py). Bad groups never stop the trainer.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from deltawire.job.spec import JobSpec
+from deltawire.protocol.rollouts import Rollout, RolloutGroup
+from deltawire.protocol.rollouts import Sequence as TokenSequence
+from deltawire.streams.base import DeliveredGroup, TrainerStreams
+from deltawire_trainer.journal import Dropped, Journal
+from deltawire_trainer.ledger import Ledger
+from deltawire_trainer.losses.algorithms import ALGORITHMS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What makes a group usable."""
+
+    vocabulary: int
+    """Token ids are below this."""
+    group_size: int
+    min_group: int
+    needs_spread: bool
+    """Groups whose rewards are all equal teach nothing and are replaced (dynamic sampling)."""
+
+    @classmethod
+    def of(cls, job: JobSpec, *, vocabulary: int) -> "Rules":
+        """The rules of a job."""
+        return cls(
+            vocabulary=vocabulary,
+            group_size=job.train.group_size,
+            min_group=min(job.train.min_group, job.train.group_size),
+            needs_spread=ALGORITHMS[job.train.algorithm].dynamic_sampling,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """Which rollouts of a group may be trained on; none, with the reason, drops it."""
+
+    keep: tuple[int, ...] = ()
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsableGroup:
+    """A group in a batch, with the rollouts that count."""
+
+    delivered: DeliveredGroup
+    keep: tuple[int, ...]
+
+    @property
+    def group(self) -> RolloutGroup:
+        """The group as it was delivered."""
+        return self.delivered.group
+
+    @property
+    def rollouts(self) -> list[Rollout]:
+        """The rollouts that count, in order."""
+        return [self.group.rollouts[index] for index in self.keep]
+
+
+def judge(group: RolloutGroup, rules: Rules, *, live_version: int, max_staleness: int) -> Verdict:
+    """Which rollouts to keep: those that ended well, are sound, and whose oldest token is fresh."""
+    sound = [i for i, r in enumerate(group.rollouts) if is_sound(r, vocabulary=rules.vocabulary)]
+    if len(sound) < rules.min_group:
+        return Verdict(reason="unusable")
+    fresh = tuple(
+        index
+        for index in sound
+        if live_version - (group.rollouts[index].oldest_version or 0) <= max_staleness
+    )
+    if len(fresh) < rules.min_group:
+        return Verdict(reason="stale")
+    rewards = {group.rollouts[index].reward for index in fresh}
+    if rules.needs_spread and len(rewards) == 1:
+        return Verdict(reason="no_signal")
+    return Verdict(keep=fresh)
+
+
+def is_sound(rollout: Rollout, *, vocabulary: int) -> bool:
+    """Whether a rollout can be trained on: no error, finite numbers, ids the model knows."""
+    return (
+        rollout.status != "error"
+        and math.isfinite(rollout.reward)
+        and any(any(sequence.loss_mask[1:]) for sequence in rollout.sequences)
+        and all(_sequence_is_sound(sequence, vocabulary) for sequence in rollout.sequences)
+    )
+
+
+def _sequence_is_sound(sequence: TokenSequence, vocabulary: int) -> bool:
+    return (
+        math.isfinite(sequence.reward)
+        and all(math.isfinite(logprob) for logprob in sequence.logprobs)
+        and all(0 <= token < vocabulary for token in sequence.token_ids)
+    )
+
+
+class Intake:
+    """Holds the groups that were delivered and not yet used."""
+
+    def __init__(
+        self,
+        streams: TrainerStreams,
+        ledger: Ledger,
+        journal: Journal,
+        rules: Rules,
+        *,
+        run_id: str,
+        trusts_redelivered: bool = True,
+    ) -> None:
+        self._streams = streams
+        self._ledger = ledger
+        self._journal = journal
+        self._rules = rules
+        self._run_id = run_id
+        self._trusts_redelivered = trusts_redelivered
+        self._held: dict[str, DeliveredGroup] = {}
+        self._to_ack: dict[str, None] = {}
+        self.duplicates = 0
+        """Deliveries of groups that already had their fate."""
+        self.dead_lettered = 0
+        """Entries that this intake set aside itself."""
+        self.on_eval: Callable[[RolloutGroup], None] | None = None
+        """Told of evaluation groups, which are never trained on."""
+
+    @property
+    def held(self) -> int:
+        """Groups waiting for their step."""
+        return len(self._held)
+
+    async def read(self, *, timeout_s: float, limit: int = 64) -> int:
+        """Take delivery of what has arrived. Returns how many entries that were."""
+        arrived = await self._streams.read(limit=limit, timeout_s=timeout_s)
+        for delivered in arrived:
+            await self._receive(delivered)
+        return len(arrived)
+
+    async def drain(self) -> None:
+        """Take delivery of everything there is: what an earlier process had not acked, and more."""
+        while await self.read(timeout_s=0.0):
+            pass
+
+    async def batch(
+        self, count: int, *, live_version: int, max_staleness: int
+    ) -> list[UsableGroup]:
+        """The `count` oldest usable groups, or nothing while there are fewer. Drops the rest that
+        cannot be used any more."""
+        usable = []
+        for group_id, delivered in list(self._held.items()):
+            verdict = judge(
+                delivered.group,
+                self._rules,
+                live_version=live_version,
+                max_staleness=max_staleness,
+            )
+            if verdict.keep:
+                usable.append(UsableGroup(delivered=delivered, keep=verdict.keep))
+            else:
+                del self._held[group_id]
+                await self._drop(delivered, verdict.reason)
+        if len(usable) < count:
+            return []
+        return self._take(usable[:count])
+
+    def recorded(self, groups: dict[str, list[int]]) -> list[UsableGroup]:
+        """The very batch of a journaled step, to make it again; nothing when part is missing."""
+        if any(group_id not in self._held for group_id in groups):
+            return []
+        found = [
+            UsableGroup(delivered=self._held[group_id], keep=tuple(keep))
+            for group_id, keep in groups.items()
+        ]
+        return self._take(found)
+
+    def trained_entries(self) -> list[str]:
+        """Entries of every group taken so far and not yet acked."""
+        return list(self._to_ack)
+
+    async def ack_trained(self, entry_ids: list[str]) -> None:
+        """A checkpoint holds these groups: the streams may forget them."""
+        await self._ack(entry_ids)
+        for entry_id in entry_ids:
+            self._to_ack.pop(entry_id, None)
+
+    async def drop_all(self, reason: str) -> None:
+        """Give every held group the same end."""
+        for delivered in list(self._held.values()):
+            await self._drop(delivered, reason)
+        self._held.clear()
+
+    def _take(self, groups: list[UsableGroup]) -> list[UsableGroup]:
+        for usable in groups:
+            del self._held[usable.group.group_id]
+            self._to_ack[usable.delivered.entry_id] = None
+        return groups
+
+    async def _receive(self, delivered: DeliveredGroup) -> None:
+        """Sort one delivery: evaluation, already settled, another run's, or held for training."""
+        group = delivered.group
+        if group.purpose == "eval":
+            if self.on_eval is not None:
+                self.on_eval(group)
+            await self._ack([delivered.entry_id])
+            return
+        if group.run_id not in ("", self._run_id):
+            self.dead_lettered += 1
+            await self._streams.dead_letter(delivered, reason=f"of run {group.run_id!r}")
+            return
+        if self._is_known(delivered):
+            self.duplicates += 1
+        elif self._ledger.fate(group.group_id) in ("trained", "dropped"):
+            # Settled, and its ack was cut short.
+            self.duplicates += 1
+            await self._ack([delivered.entry_id])
+        elif group.group_id in self._held:
+            self.duplicates += 1
+            await self._ack([delivered.entry_id])
+        elif delivered.redelivered and not self._trusts_redelivered:
+            # A trainer whose journal is gone may have trained on it: never twice.
+            await self._drop(delivered, "uncertain")
+        else:
+            self._ledger.adopt(group.group_id)
+            self._held[group.group_id] = delivered
+
+    def _is_known(self, delivered: DeliveredGroup) -> bool:
+        """Whether this very entry is held, or trained on and waiting for a checkpoint."""
+        held = self._held.get(delivered.group.group_id)
+        return delivered.entry_id in self._to_ack or (
+            held is not None and held.entry_id == delivered.entry_id
+        )
+
+    async def _drop(self, delivered: DeliveredGroup, reason: str) -> None:
+        group_id = delivered.group.group_id
+        adopted = self._ledger.fate(group_id) == "unknown"
+        self._journal.append(Dropped(group_id=group_id, reason=reason, adopted=adopted))
+        self._ledger.adopt(group_id)
+        self._ledger.drop(group_id, reason)
+        await self._ack([delivered.entry_id])
+
+    async def _ack(self, entry_ids: Iterable[str]) -> None:
+        entries = list(entry_ids)
+        if entries:
+            await self._streams.ack(entries)

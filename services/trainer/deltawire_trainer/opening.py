@@ -1,0 +1,135 @@
+"""Open a run: model, optimizer, checkpoint, journal and publisher, in the order they need each
+other. Slow and synchronous; the service answers /status meanwhile from another thread."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from deltawire.job.spec import JobSpec
+from deltawire.protocol.errors import SettingsError
+from deltawire.store.base import Store
+from deltawire.sync.publisher import Publisher
+from deltawire_trainer.base_model import resolve_base_model
+from deltawire_trainer.checkpoints import Checkpoints
+from deltawire_trainer.journal import Journal, TakenOver
+from deltawire_trainer.learner import Learner
+from deltawire_trainer.optimizer import build_optimizer
+from deltawire_trainer.policy import Policy
+from deltawire_trainer.resume import Recovered, adopt_head, recover
+from deltawire_trainer.settings import TrainerSettings
+
+log = logging.getLogger(__name__)
+
+_PUBLISHED = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+_MODEL_FILE_SUFFIXES = frozenset({".json", ".txt", ".jinja", ".model"})
+_NOT_PUBLISHED = frozenset({"model.safetensors.index.json"})
+"""Describes weight files that the bucket does not have."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRun:
+    """A run that is ready to train, at the state of its newest checkpoint."""
+
+    job: JobSpec
+    learner: Learner
+    publisher: Publisher
+    checkpoints: Checkpoints
+    journal: Journal
+    recovered: Recovered
+    step: int
+    """Optimizer steps that masters and optimizer contain."""
+    took_over: bool
+    """Whether masters come from the bucket's head, because no journal told of its steps."""
+
+    @property
+    def policy(self) -> Policy:
+        """What is trained."""
+        return self.learner.policy
+
+    def close(self) -> None:
+        """Let go of files and background work."""
+        self.publisher.close()
+        self.journal.close()
+
+
+def open_run(settings: TrainerSettings, job: JobSpec, store: Store) -> OpenRun:
+    """Found the run, resume it, or take it over. Raises children of DeltawireError only."""
+    if job.train.lora is not None:
+        raise SettingsError("train.lora: this trainer trains all weights; remove the setting")
+    base = resolve_base_model(settings.model or job.model.source, cache=settings.cache_dir)
+    policy = _load_policy(base, job)
+    optimizer = build_optimizer(policy, job.train)
+    checkpoints = Checkpoints(settings.run_dir / "checkpoints")
+    newest = checkpoints.newest()
+    held = checkpoints.restore(newest, policy=policy, optimizer=optimizer) if newest else None
+    step = held.step if held else 0
+    journal = Journal(settings.run_dir / "journal.jsonl")
+    recovered = recover(journal.events(), checkpoint_step=step)
+    publisher = _open_publisher(settings, job, store, policy, base)
+    took_over = publisher.version > 0 and not recovered.steps
+    if took_over:
+        step = publisher.version * job.sync.sync_every
+        recovered.lineage, recovered.tickets = f"-e{publisher.head.epoch}", 0
+        adopt_head(publisher, policy)
+        journal.append(TakenOver(step=step, lineage=recovered.lineage))
+    log.info(
+        "run opened",
+        extra={"run_id": settings.run_id, "step": step, "version": publisher.version},
+    )
+    return OpenRun(
+        job=job,
+        learner=Learner(
+            policy,
+            optimizer,
+            job.train,
+            max_tokens=job.sampling.max_new_tokens * job.env.max_turns,
+            reference=_load_policy(base, job) if job.train.kl_coef else None,
+        ),
+        publisher=publisher,
+        checkpoints=checkpoints,
+        journal=journal,
+        recovered=recovered,
+        step=step,
+        took_over=took_over,
+    )
+
+
+def _load_policy(base: Path, job: JobSpec) -> Policy:
+    return Policy.load(
+        base,
+        autocast=job.train.autocast,
+        temperature=job.sampling.temperature,
+        gradient_checkpointing=job.train.gradient_checkpointing,
+    )
+
+
+def _open_publisher(
+    settings: TrainerSettings, job: JobSpec, store: Store, policy: Policy, base: Path
+) -> Publisher:
+    everything = list(policy.named_masters().items())
+    tied = [(name, policy.model.get_parameter(name)) for name in policy.tied()]
+    return Publisher.open(
+        store,
+        run_id=settings.run_id,
+        named_tensors=everything + tied,
+        base_model=job.model.source,
+        model_files=model_files(base),
+        master_dtype=_PUBLISHED[job.model.dtype],
+        encoding=job.sync.encoding,
+        anchor_every=job.sync.anchor_every,
+        anchor_packed=job.sync.anchor_packed,
+        keep_versions=job.sync.keep_versions,
+        owner_file=settings.run_dir / "owner",
+        take_over=settings.take_over,
+    )
+
+
+def model_files(base: Path) -> dict[str, Path]:
+    """Configuration and tokenizer of a model folder: all that a replica needs beside weights."""
+    return {
+        path.name: path
+        for path in sorted(base.iterdir())
+        if path.suffix in _MODEL_FILE_SUFFIXES
+        and path.name not in _NOT_PUBLISHED
+        and not path.name.startswith(".")
+    }
