@@ -31,15 +31,36 @@ LLAMA3 = (
 )
 PLAIN = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
 """No special token anywhere: every boundary may merge."""
+FORGETFUL = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and '</think>' in m.content %}"
+    "{{ m.content.split('</think>')[-1].lstrip() }}{% else %}{{ m.content }}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>' }}{% endif %}"
+)
+"""Rewrites history: what was thought before is not shown again."""
+STRICT = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('not in turns') }}"
+    "{% endif %}{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}{% endfor %}"
+)
+"""Insists on taking turns, and has no mark that opens the assistant's."""
 SPECIAL = [
     "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>",
     "<|eot_id|>", "</s>",
 ]  # fmt: skip
-EOS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "plain": "</s>"}
-TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "plain": PLAIN}
+TEMPLATES = {
+    "chatml": (CHATML, "<|im_end|>"),
+    "llama3": (LLAMA3, "<|eot_id|>"),
+    "plain": (PLAIN, "</s>"),
+    "forgetful": (FORGETFUL, "<|im_end|>"),
+    "strict": (STRICT, "</s>"),
+}
+"""With the end-of-sequence token."""
 
 
 @pytest.fixture(scope="session")
@@ -64,8 +85,9 @@ def tiny_bpe() -> tokenizers.Tokenizer:
 @pytest.fixture(scope="session")
 def chat_tokenizer(tiny_bpe: tokenizers.Tokenizer) -> Callable[[str], ChatTokenizer]:
     def make(name: str) -> ChatTokenizer:
-        special = {"bos_token": "<|begin_of_text|>", "eos_token": EOS[name]}
-        return ChatTokenizer(tiny_bpe, template=TEMPLATES[name], special=special)
+        template, eos = TEMPLATES[name]
+        special = {"bos_token": "<|begin_of_text|>", "eos_token": eos}
+        return ChatTokenizer(tiny_bpe, template=template, special=special)
 
     return make
 
