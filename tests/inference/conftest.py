@@ -1,11 +1,16 @@
 """A tiny run: a random Llama and tokenizer made here, published to a folder as a bucket."""
 
+import asyncio
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
+from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -14,9 +19,12 @@ from deltawire.protocol.versions import PolicyVersion
 from deltawire.store.local import LocalStore
 from deltawire.sync.follower import Follower
 from deltawire.sync.publisher import Published, Publisher
+from deltawire_inference.app import Inference, build_app
 from deltawire_inference.engines.base import ApplyReport, SwapMode
 from deltawire_inference.engines.torch.core import Limits
 from deltawire_inference.engines.torch.engine import TorchEngine
+from deltawire_inference.replica import Replica
+from deltawire_inference.settings import InferenceSettings
 
 _TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -170,3 +178,66 @@ async def make_engine() -> AsyncIterator[MakeEngine]:
 def layout_of() -> Callable[[TinyRun], Layout]:
     """The run's layout as the trainer sees it."""
     return lambda run: run.publisher.layout
+
+
+@dataclass(kw_only=True)
+class Serving:
+    """A replica's app, running in this process."""
+
+    run: TinyRun
+    service: Inference
+    app: FastAPI
+    token: str
+
+    @property
+    def engine(self) -> TorchEngine:
+        """What generates."""
+        assert isinstance(self.service.engine, TorchEngine)
+        return self.service.engine
+
+    @property
+    def replica(self) -> Replica:
+        """What follows."""
+        return self.service.replica
+
+    def http_client(self, *, token: str | None = None) -> httpx.AsyncClient:
+        """A client whose requests go straight to the app."""
+        return httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.app),
+            base_url="http://replica",
+            headers={"Authorization": f"Bearer {token or self.token}"},
+        )
+
+    async def serves(self, version: int) -> None:
+        """Return when that version is live."""
+        while self.engine.version != version or self.replica.state != "serving":
+            await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def serve(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Serving]]:
+    """Run a replica's app on a run: `async with serve(run, poll_s=60) as serving: ...`."""
+
+    @asynccontextmanager
+    async def serving(
+        run: TinyRun, *, joined: bool = True, **values: object
+    ) -> AsyncIterator[Serving]:
+        token = secrets.token_urlsafe(8)
+        settings = InferenceSettings.model_validate(
+            {
+                "store": run.store.uri,
+                "run_id": run.run_id,
+                "token": token,
+                "poll_s": 0.05,
+                "replica_id": "replica-1",
+                **values,
+            }
+        )
+        service = Inference(settings, TorchEngine())
+        app = build_app(service)
+        async with app.router.lifespan_context(app):
+            if joined:
+                await service.replica.joined()
+            yield Serving(run=run, service=service, app=app, token=token)
+
+    return serving

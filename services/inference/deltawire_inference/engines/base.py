@@ -4,7 +4,7 @@ Engines: torch (in process), vllm (a supervised child). An engine never fetches 
 replica hands it a staged update; `apply` is the pause, and is all or nothing.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -106,8 +106,8 @@ class Engine(Protocol):
         """Sample. VersionNotServed for a pin that is not served."""
         ...
 
-    def stream(self, request: GenerateRequest) -> AsyncIterator[SampledToken]:
-        """Sample, token by token, the completions of a request interleaved."""
+    def stream(self, request: GenerateRequest) -> AsyncGenerator[SampledToken, None]:
+        """Sample, token by token, the completions of a request interleaved. Close it to stop."""
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:

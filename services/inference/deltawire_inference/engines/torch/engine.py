@@ -1,7 +1,7 @@
 """The torch engine: a transformers model in this process. See engines/base.py for the seam."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ class TorchEngine:
                 pass
         return GenerateResponse(completions=[completion_of(row) for row in flight.rows])
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[SampledToken]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[SampledToken, None]:
         """See Engine."""
         with self._flying(request, streams=True) as flight:
             while (token := await flight.next_token()) is not None:
