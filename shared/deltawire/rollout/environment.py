@@ -12,6 +12,7 @@ import contextlib
 import json
 import time
 import uuid
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 from urllib.parse import quote, urlsplit, urlunsplit
@@ -63,16 +64,42 @@ class _Site:
         self.ws_url = urlunsplit(parts._replace(scheme="wss" if secure else "ws")) + "/ws"
         self.action_field: str | None = None
         """The field a message goes into; None until the schema was asked for."""
+        self.introduction = asyncio.Lock()
         self.capacity = _DEFAULT_CAPACITY
         self.active = 0
         self.failures = 0
         self.rests_until = 0.0
+        self._waiting: deque[asyncio.Future[None]] = deque()
 
     def refused(self, *, first_s: float) -> None:
+        """Leave it alone for a while; those who were refused together count once."""
+        if time.monotonic() < self.rests_until:
+            return
         self.rests_until = time.monotonic() + backoff_s(
             self.failures, first_s=first_s, longest_s=15.0
         )
         self.failures += 1
+
+    async def rested(self) -> None:
+        """Return when it may be asked again, or when a session here has ended for this waiter."""
+        rest_s = self.rests_until - time.monotonic()
+        if rest_s <= 0.0:
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            await asyncio.wait((turn,), timeout=rest_s)
+        finally:
+            turn.cancel()
+
+    def left(self) -> None:
+        """A session ended: there is room for one who waits."""
+        self.active -= 1
+        while self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
 
     def answered(self) -> None:
         self.failures, self.rests_until = 0, 0.0
@@ -107,16 +134,28 @@ class EnvironmentClient:
         """
         while True:
             site = self._emptiest()
+            # Counted at once, so that those who choose at the same moment spread out.
+            session = EnvSession(
+                site, headers=self._headers, answer_timeout_s=self._answer_timeout_s
+            )
             try:
                 async with asyncio.timeout(deadline.left_s):
-                    await asyncio.sleep(max(0.0, site.rests_until - time.monotonic()))
-                    return await self._start_at(site, task, deadline)
+                    await site.rested()
+                    observation = await self._begin(session, site, task, deadline)
             except _Unreachable:
+                await session.close()
                 site.refused(first_s=0.25)
             except CapacityReached:
+                await session.close()
                 site.refused(first_s=_FULL_S)
                 if not wait_for_room and all(s.rests_until > time.monotonic() for s in self._sites):
                     raise
+            except BaseException:
+                await session.close()
+                raise
+            else:
+                site.answered()
+                return session, observation
 
     def _emptiest(self) -> _Site:
         now = time.monotonic()
@@ -125,20 +164,14 @@ class EnvironmentClient:
             key=lambda site: (max(0.0, site.rests_until - now), (site.active + 1) / site.capacity),
         )
 
-    async def _start_at(
-        self, site: _Site, task: Task, deadline: Deadline
-    ) -> tuple["EnvSession", Observation]:
-        if site.action_field is None:
-            await self._get_to_know(site)
-        session = EnvSession(site, headers=self._headers, answer_timeout_s=self._answer_timeout_s)
-        try:
-            await session.open()
-            observation = await session.reset(task, deadline=deadline)
-        except BaseException:
-            await session.close()
-            raise
-        site.answered()
-        return session, observation
+    async def _begin(
+        self, session: "EnvSession", site: _Site, task: Task, deadline: Deadline
+    ) -> Observation:
+        async with site.introduction:
+            if site.action_field is None:
+                await self._get_to_know(site)
+        await session.open()
+        return await session.reset(task, deadline=deadline)
 
     async def _get_to_know(self, site: _Site) -> None:
         """Ask a server once what an action looks like, and how many sessions it has."""
@@ -161,8 +194,9 @@ class EnvSession:
         self._answer_timeout_s = answer_timeout_s
         self._socket: ClientConnection | None = None
         self._session_id = ""
-        self._counted = False
+        self._counted = True
         self.episode_id = uuid.uuid4().hex
+        site.active += 1
 
     @property
     def environment_id(self) -> str:
@@ -197,9 +231,6 @@ class EnvSession:
             raise _Unreachable(f"answers {status}") from error
         except (OSError, TimeoutError, InvalidHandshake, InvalidMessage) as error:
             raise _Unreachable(str(error)) from error
-        if not self._counted:
-            self._site.active += 1
-            self._counted = True
         response = self._socket.response
         self._session_id = response.headers.get(SESSION_HEADER, "") if response else ""
 
@@ -220,15 +251,17 @@ class EnvSession:
 
     async def close(self) -> None:
         """End the session. Never raises, never waits long."""
-        if self._counted:
-            self._site.active -= 1
-            self._counted = False
         socket, self._socket = self._socket, None
-        if socket is not None:
-            with contextlib.suppress(ConnectionClosed, OSError, TimeoutError):
-                async with asyncio.timeout(_CLOSE_S):
-                    await socket.send(json.dumps({"type": "close"}))
-                    await socket.close()
+        try:
+            if socket is not None:
+                with contextlib.suppress(ConnectionClosed, OSError, TimeoutError):
+                    async with asyncio.timeout(_CLOSE_S):
+                        await socket.send(json.dumps({"type": "close"}))
+                        await socket.close()
+        finally:
+            if self._counted:
+                self._counted = False
+                self._site.left()
 
     async def _ask(self, kind: str, data: Mapping[str, JsonValue], deadline: Deadline) -> Any:
         """One request and its answer; over a new socket when the old one is cut and can be."""
