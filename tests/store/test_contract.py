@@ -177,6 +177,8 @@ def test_a_second_handle_sees_the_same_bucket(
 def test_of_many_writers_that_saw_the_same_object_one_wins(
     store: Store, open_again: Callable[[], Store]
 ) -> None:
+    if store.uri.startswith("hf://"):
+        pytest.skip("the Hub has no conditional write; what it has instead is in test_lease.py")
     seen = store.swap("latest.json", b"0", expect=None).etag
     handles = [open_again() for _ in range(3)]
 
