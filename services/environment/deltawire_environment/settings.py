@@ -43,5 +43,3 @@ class EnvironmentSettings(ServiceSettings):
     """Longest time a world may take for one reset or step."""
     pool_workers: PositiveInt = 16
     """Threads for worlds and rewards that block."""
-    sandboxes: PositiveInt = 64
-    """Most sandboxes the code world may keep warm."""
