@@ -78,7 +78,7 @@ def _settings(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
 
 def _rehearse(resolved: ResolvedJob, report: CheckReport) -> Rehearsal | None:
     try:
-        rehearsal = asyncio.run(rehearse(resolved))
+        rehearsal = asyncio.run(_play_once(resolved))
     except Exception as error:  # noqa: BLE001 - the border to a user's world
         report.add("fault", "episode", f"{resolved.world.name} failed: {describe(error)}")
         return None
@@ -88,6 +88,13 @@ def _rehearse(resolved: ResolvedJob, report: CheckReport) -> Rehearsal | None:
     if not transcript.messages[: transcript.prompt_length]:
         report.add("fault", "episode", "reset gave no message: the policy has nothing to read")
     return rehearsal
+
+
+async def _play_once(resolved: ResolvedJob) -> Rehearsal:
+    try:
+        return await rehearse(resolved)
+    finally:
+        resolved.world.close()
 
 
 def _judge_rewards(resolved: ResolvedJob, rehearsal: Rehearsal, report: CheckReport) -> None:

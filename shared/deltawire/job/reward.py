@@ -1,7 +1,7 @@
 """Named reward functions with weights: `@reward` over a plain function of the episode."""
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, overload, runtime_checkable
 
@@ -21,7 +21,7 @@ class Score:
     """(start, end, score) over characters of the policy's last message."""
 
 
-Answer: TypeAlias = float | Score | list[float | None] | None
+Answer: TypeAlias = float | Score | Sequence[float | None] | None
 RewardBody: TypeAlias = Callable[..., Answer | Awaitable[Answer]]
 
 

@@ -76,7 +76,7 @@ async def score_episode(
 
 
 def _as_score(name: str, answer: Answer) -> Score | None:
-    if isinstance(answer, list):
+    if isinstance(answer, Sequence):
         if len(answer) != 1:
             raise ValueError(f"{name} got one completion and returned {len(answer)} rewards")
         answer = answer[0]

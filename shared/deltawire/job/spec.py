@@ -72,6 +72,8 @@ class TrainSpec(WireModel):
     seed: int = 0
     min_group: int = Field(2, ge=1)
     """Train on a group when at least this many of its rollouts are usable."""
+    agents: list[str] = Field(default_factory=list)
+    """Which agents' sequences are trained on, in a world with several; none named: all."""
     lora: dict[str, JsonValue] | None = None
     """peft's LoraConfig arguments (r, lora_alpha, target_modules); None trains all weights."""
 

@@ -18,7 +18,6 @@ _NEWUSER, _NEWPID, _NEWNET = 0x10000000, 0x20000000, 0x40000000
 _RDONLY, _NOSUID, _NODEV, _REMOUNT, _BIND, _REC, _PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 _DETACH = 2
 _PR_CAPBSET_DROP, _PR_SET_DUMPABLE = 24, 4
-_LAST_CAPABILITY = 63
 _CAPABILITY_VERSION = 0x20080522
 _NOBODY = 65534
 
@@ -110,8 +109,9 @@ def _drop_rights(*, keep_user: bool) -> None:
         os.setresgid(_NOBODY, _NOBODY, _NOBODY)
         os.setresuid(_NOBODY, _NOBODY, _NOBODY)
     libc = ctypes.CDLL(None, use_errno=True)
-    for capability in range(_LAST_CAPABILITY + 1):
-        libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
+    capability = 0
+    while libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) == 0:  # fails past the last one
+        capability += 1
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION, 0)
     nothing = (ctypes.c_uint32 * 6)()

@@ -120,13 +120,13 @@ class SandboxPool:
         try:
             forks = await self._running()
             child = self._ready.popleft() if self._ready else forks.fork()
+            self._fill(forks)  # the next one gets ready while this one runs
             try:
                 with self._metrics.span("sandbox_run"):
                     outcome = await self._run_in(forks, child, body, program.wall_s)
             finally:
                 forks.kill(child)
                 child.close()
-            self._fill(forks)
         finally:
             self._free.release()
         self._metrics.count("sandbox_programs_total", status=outcome.status)

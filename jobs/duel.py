@@ -1,0 +1,58 @@
+"""Two agents in one episode: one sets a sum, the other solves it; both are the policy.
+
+Each agent's tokens are a sequence with a reward of its own. `train.agents` chooses who learns.
+
+    deltawire run jobs/duel.py
+"""
+
+import random
+import re
+
+from deltawire.job import Env, Job, Message, Model, Reply
+
+
+class Duel:
+    """The proposer wants sums that are fair: solvable, but not always."""
+
+    def reset(self, *, rng: random.Random) -> Reply:
+        """The proposer speaks first."""
+        self.limit = rng.randint(10, 30)
+        self.sum: tuple[int, int] | None = None
+        ask = f"Write one sum of two numbers below {self.limit}, like 3 + 4, and nothing else."
+        return Reply(agent="proposer", chat=[Message(role="user", content=ask)])
+
+    def step(self, message: str) -> Reply:
+        """First the proposer's sum, then the solver's answer."""
+        return self.solved(message) if self.sum else self.proposed(message)
+
+    def proposed(self, message: str) -> Reply:
+        """A sum we cannot read ends the duel."""
+        found = re.fullmatch(r"(\d{1,3}) ?\+ ?(\d{1,3})", message.strip())
+        if found is None or max(int(n) for n in found.groups()) >= self.limit:
+            lost = {"proposer": 0.0}
+            return Reply(done=True, reward=0.0, agent_rewards=lost, metrics={"fair": 0.0})
+        self.sum = (int(found[1]), int(found[2]))
+        ask = f"{self.sum[0]} + {self.sum[1]} = ? Answer with the number only."
+        return Reply(agent="solver", chat=[Message(role="user", content=ask)])
+
+    def solved(self, message: str) -> Reply:
+        """The solver is paid for the right number, the proposer for large ones that it solves."""
+        assert self.sum is not None
+        right = float(message.strip() == str(sum(self.sum)))
+        size = sum(self.sum) / (2 * self.limit)
+        return Reply(
+            done=True,
+            reward=right,
+            agent_rewards={"solver": right, "proposer": 0.2 + 0.8 * right * size},
+            metrics={"fair": 1.0, "right": right},
+        )
+
+
+job = Job(
+    name="duel",
+    model=Model("HuggingFaceTB/SmolLM2-135M-Instruct"),
+    env=Env(Duel, max_turns=2, max_tokens=128),
+    sampling={"max_new_tokens": 8},
+    train={"steps": 30, "agents": ["solver"]},
+    show=["fair", "right"],
+)
