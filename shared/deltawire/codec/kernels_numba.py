@@ -8,11 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
 
 from deltawire.codec.bits import BitArray, IndexArray
 
 _U64 = np.uint64
+_GROUP_BYTES = 64
+"""Compared at once: a cache line."""
 
 
 def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -24,40 +28,108 @@ def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
+def _load(context, builder, signature, args, array, lanes):  # type: ignore[no-untyped-def]
+    """`lanes` elements of the array argument, from the index argument that follows it."""
+    struct = context.make_array(signature.args[array])(context, builder, args[array])
+    width = signature.args[array].dtype.bitwidth
+    vector = ir.VectorType(ir.IntType(width), lanes)
+    first = builder.gep(struct.data, [args[array + 1]])
+    return builder.load(builder.bitcast(first, vector.as_pointer()), align=width // 8)
+
+
+def _mask(builder, left, right):  # type: ignore[no-untyped-def]
+    """Bit k is set where lane k differs."""
+    lanes = left.type.count
+    mask = builder.bitcast(builder.icmp_unsigned("!=", left, right), ir.IntType(lanes))
+    return builder.zext(mask, ir.IntType(64)) if lanes < 64 else mask
+
+
+@intrinsic
+def _differing(typing_context, left, i, right, j):  # type: ignore[no-untyped-def]
+    """Bit k is set when left[i + k] != right[j + k], for the elements of 64 bytes.
+
+    One comparison of vectors, which LLVM lowers to what the processor has.
+    """
+    lanes = _GROUP_BYTES * 8 // left.dtype.bitwidth
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        here = (context, builder, signature, args)
+        return _mask(builder, _load(*here, 0, lanes), _load(*here, 2, lanes))
+
+    return types.uint64(left, i, right, j), generate
+
+
+@intrinsic
+def _differing_rounded(typing_context, master, i, shadow, j):  # type: ignore[no-untyped-def]
+    """``_differing`` of 32 fp32 patterns, rounded as ``_rounded`` does, and bf16 ones."""
+    lanes = 32
+    wide = ir.VectorType(ir.IntType(32), lanes)
+
+    def all_lanes(value):  # type: ignore[no-untyped-def]
+        return ir.Constant(wide, [value] * lanes)
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        here = (context, builder, signature, args)
+        bits, kept = _load(*here, 0, lanes), _load(*here, 2, lanes)
+        top = builder.lshr(bits, all_lanes(16))
+        half = builder.add(builder.and_(top, all_lanes(1)), all_lanes(0x7FFF))
+        near = builder.lshr(builder.add(bits, half), all_lanes(16))
+        nan = builder.icmp_unsigned(">", builder.shl(bits, all_lanes(1)), all_lanes(0xFF000000))
+        quiet = builder.or_(top, all_lanes(0x40))
+        narrow = ir.VectorType(ir.IntType(16), lanes)
+        fresh = builder.trunc(builder.select(nan, quiet, near), narrow)
+        return _mask(builder, fresh, kept)
+
+    return types.uint64(master, i, shadow, j), generate
+
+
+@intrinsic
+def _lowest_bit(typing_context, mask):  # type: ignore[no-untyped-def]
+    """Number of the lowest bit that is set."""
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.uint64(types.uint64), generate
+
+
 @njit(inline="always")
-def _emit(new, shadow, j, indices, values, old, count):  # type: ignore[no-untyped-def]
-    if new[j] != shadow[j]:
-        indices[count] = j
-        values[count] = new[j]
-        old[count] = shadow[j]
-        shadow[j] = new[j]
-        count += 1
-    return count
+def _rounded(bits):  # type: ignore[no-untyped-def]
+    """fp32 to bf16: to nearest, ties to even; a NaN keeps its upper payload and becomes quiet."""
+    top = np.uint32(bits >> np.uint32(16))
+    if np.uint32(bits << np.uint32(1)) > np.uint32(0xFF000000):
+        return np.uint16(top | np.uint32(0x40))
+    half = np.uint32(0x7FFF) + np.uint32(top & np.uint32(1))
+    return np.uint16(np.uint32(bits + half) >> np.uint32(16))
+
+
+@njit(inline="always")
+def _emit(value, shadow, j, indices, values, old, count):  # type: ignore[no-untyped-def]
+    indices[count] = j
+    values[count] = value
+    old[count] = shadow[j]
+    shadow[j] = value
 
 
 @_compiled
-def _find_changes(new, shadow, new_words, words, first, indices, values, old, count):  # type: ignore[no-untyped-def]
-    per_word = 8 // new.itemsize
-    group = 8 * per_word
-    room = indices.size - group
-    for g in range(first // group, words.size // 8):
-        w = 8 * g
-        differ = (new_words[w] ^ words[w]) | (new_words[w + 1] ^ words[w + 1])
-        differ |= (new_words[w + 2] ^ words[w + 2]) | (new_words[w + 3] ^ words[w + 3])
-        differ |= (new_words[w + 4] ^ words[w + 4]) | (new_words[w + 5] ^ words[w + 5])
-        differ |= (new_words[w + 6] ^ words[w + 6]) | (new_words[w + 7] ^ words[w + 7])
-        if differ:
-            if count > room:
-                return w * per_word, count
-            for v in range(w, w + 8):
-                if new_words[v] != words[v]:
-                    for j in range(v * per_word, (v + 1) * per_word):
-                        count = _emit(new, shadow, j, indices, values, old, count)
-    tail = words.size // 8 * group
-    if count > room:
-        return max(first, tail), count
-    for j in range(max(first, tail), new.size):
-        count = _emit(new, shadow, j, indices, values, old, count)
+def _find_changes(new, shadow, first, indices, values, old, count):  # type: ignore[no-untyped-def]
+    group = _GROUP_BYTES // new.itemsize
+    whole = new.size // group * group
+    for i in range(first, whole, group):
+        differ = _differing(new, i, shadow, i)
+        if differ and count + group > indices.size:
+            return i, count
+        while differ:
+            j = i + np.int64(_lowest_bit(differ))
+            differ &= differ - _U64(1)
+            _emit(new[j], shadow, j, indices, values, old, count)
+            count += 1
+    if count + group > indices.size:
+        return max(first, whole), count
+    for k in range(max(first, whole), new.size):
+        if new[k] != shadow[k]:
+            _emit(new[k], shadow, k, indices, values, old, count)
+            count += 1
     return new.size, count
 
 
@@ -71,58 +143,31 @@ def find_changes(
     count: int,
 ) -> tuple[int, int]:
     """See kernels.py."""
-    words = shadow.size * shadow.itemsize // 8 * 8 // shadow.itemsize
-    at, found = _find_changes(
-        new,
-        shadow,
-        new[:words].view(_U64),
-        shadow[:words].view(_U64),
-        first,
-        indices,
-        values,
-        old,
-        count,
-    )
+    at, found = _find_changes(new, shadow, first, indices, values, old, count)
     return int(at), int(found)
 
 
 @_compiled
-def _find_rounded_changes(master, shadow, words, first, indices, values, old, count):  # type: ignore[no-untyped-def]
-    block = 4096
-    fresh = np.empty(block, np.uint16)
-    fresh_words = fresh.view(np.uint64)
-    for begin in range(first, master.size, block):
-        size = min(block, master.size - begin)
-        if count + size > indices.size:
-            return begin, count
-        part = master[begin : begin + size]
-        for j in range(size):
-            u = part[j]
-            up = np.uint32(0x7FFF) + (np.uint32(u >> np.uint32(16)) & np.uint32(1))
-            fresh[j] = np.uint16(np.uint32(u + up) >> np.uint32(16))
-        whole = size // 4
-        kept = shadow[begin : begin + size]
-        for w in range(whole):
-            if fresh_words[w] != words[begin // 4 + w]:
-                for j in range(4 * w, 4 * w + 4):
-                    before = count
-                    count = _emit_rounded(part, fresh, kept, j, indices, values, old, count)
-                    if count != before:
-                        indices[before] += begin
-        for j in range(4 * whole, size):
-            before = count
-            count = _emit_rounded(part, fresh, kept, j, indices, values, old, count)
-            if count != before:
-                indices[before] += begin
+def _find_rounded_changes(master, shadow, first, indices, values, old, count):  # type: ignore[no-untyped-def]
+    group = 32
+    whole = master.size // group * group
+    for i in range(first, whole, group):
+        differ = _differing_rounded(master, i, shadow, i)
+        if differ and count + group > indices.size:
+            return i, count
+        while differ:
+            j = i + np.int64(_lowest_bit(differ))
+            differ &= differ - _U64(1)
+            _emit(_rounded(master[j]), shadow, j, indices, values, old, count)
+            count += 1
+    if count + group > indices.size:
+        return max(first, whole), count
+    for k in range(max(first, whole), master.size):
+        fresh = _rounded(master[k])
+        if fresh != shadow[k]:
+            _emit(fresh, shadow, k, indices, values, old, count)
+            count += 1
     return master.size, count
-
-
-@njit(inline="always")
-def _emit_rounded(master, fresh, kept, j, indices, values, old, count):  # type: ignore[no-untyped-def]
-    u = master[j]
-    if (u & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000):
-        fresh[j] = np.uint16(np.uint16(u >> np.uint32(16)) | np.uint16(0x40))
-    return _emit(fresh, kept, j, indices, values, old, count)
 
 
 def find_rounded_changes(
@@ -135,8 +180,7 @@ def find_rounded_changes(
     count: int,
 ) -> tuple[int, int]:
     """See kernels.py."""
-    words = shadow[: shadow.size // 4 * 4].view(_U64)
-    at, found = _find_rounded_changes(master, shadow, words, first, indices, values, old, count)
+    at, found = _find_rounded_changes(master, shadow, first, indices, values, old, count)
     return int(at), int(found)
 
 
