@@ -50,8 +50,11 @@ def _write(tensor: torch.Tensor, position: int, bits: int) -> None:
     flat[position % flat.size] = np.array(word, flat.dtype)
 
 
-@settings(max_examples=40, deadline=None)
-@given(chain=st.lists(updates, min_size=1, max_size=5), encoding=st.sampled_from(["auto", "seed"]))
+@settings(max_examples=25, deadline=None)
+@given(
+    chain=st.lists(updates, min_size=1, max_size=5),
+    encoding=st.sampled_from(["auto", "seed", "compact", "classes"]),
+)
 def test_base_and_chain_give_the_published_bits(chain: list[Update], encoding: Any) -> None:
     model = _model()
     names = list(model)

@@ -16,6 +16,7 @@ from deltawire.protocol.errors import (
 )
 from deltawire.protocol.layout import ObjectKind
 from deltawire.sync.replay import replay
+from deltawire.sync.upload import upload_anchor
 
 OpenPublisher = Callable[..., Any]
 ExpectedBits = Callable[[Any], dict[str, list[int]]]
@@ -287,6 +288,32 @@ def test_after_a_take_over_the_former_trainer_publishes_nothing(
     assert replica.bits() == expected_bits(other_trainer)
 
 
+def test_objects_that_a_dead_trainer_left_under_our_epoch_are_passed_by(
+    trainer: Any,
+    other_trainer: Any,
+    open_publisher: OpenPublisher,
+    store: Any,
+    replica: Any,
+    expected_bits: ExpectedBits,
+) -> None:
+    """It failed once, went on in an epoch that no commit ever told of, and died after an upload."""
+    dead = open_publisher(trainer)
+    for failing in ("put run/deltas", "swap"):
+        trainer.step()
+        store.before[failing] = 1
+        with pytest.raises(StoreUnavailable):
+            dead.publish(trainer.named())
+    dead.close()
+    assert store.stat("run/deltas/step_000001.2.safetensors") is not None
+
+    successor = open_publisher(other_trainer, owner="another", take_over=True)
+    published = successor.publish(other_trainer.named())
+
+    assert published.link.key.endswith("step_000001.3.safetensors")
+    assert replica.catch_up() == 1
+    assert replica.bits() == expected_bits(other_trainer)
+
+
 def test_a_trainer_with_another_model_is_refused_before_it_fences_anybody(
     trainer: Any, other_trainer: Any, open_publisher: OpenPublisher
 ) -> None:
@@ -358,6 +385,25 @@ def test_an_anchor_holds_its_version_while_training_goes_on(
         digest = replay(replica.follower.fetch([link]), replica.tensors, run_id="run")
         assert str(digest) == link.new_digest == publisher.head.link_digest(link.version)
     assert len(anchors) > 1
+
+
+def test_a_large_anchor_goes_up_in_shards_and_comes_back_whole(
+    trainer: Any,
+    open_publisher: OpenPublisher,
+    replica: Any,
+    expected_bits: ExpectedBits,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(upload_anchor.__kwdefaults__, "max_shard_bytes", 1000)
+    publisher = open_publisher(trainer)
+
+    anchor = publisher.head.links[0]
+    assert [shard.key for shard in anchor.shards] == [
+        "anchors/step_000000-00001-of-00002.safetensors",
+        "anchors/step_000000-00002-of-00002.safetensors",
+    ]
+    assert replica.catch_up() == 0
+    assert replica.bits() == expected_bits(trainer)
 
 
 def test_a_finished_run_is_one_object_for_a_joiner(

@@ -48,16 +48,18 @@ def found_run(
     for name, path in model_files.items():
         _put_once(store, in_run(run_id, model_file_key(name)), path)
     with tempfile.TemporaryDirectory(prefix="deltawire-found-") as folder:
-        anchor = upload_anchor(
-            store,
-            dict(shadow.named_bits()),
-            layout=shadow.layout,
-            version=BASE_VERSION,
-            run_id=run_id,
-            digest=shadow.digest(),
-            epoch=ledger.claim.epoch,
-            packed=anchor_packed,
-            folder=Path(folder),
+        anchor = ledger.under_free_key(
+            lambda epoch: upload_anchor(
+                store,
+                dict(shadow.named_bits()),
+                layout=shadow.layout,
+                version=BASE_VERSION,
+                run_id=run_id,
+                digest=shadow.digest(),
+                epoch=epoch,
+                packed=anchor_packed,
+                folder=Path(folder),
+            )
         )
         _put_manifest(store, manifest, Path(folder))
     ledger.write(version=BASE_VERSION, add=[anchor])

@@ -69,10 +69,11 @@ def _check_link(link: Link, head: Head) -> None:
     sizes = [link.bytes, *(shard.bytes for shard in link.shards)]
     hashes = [link.sha256, *(shard.sha256 for shard in link.shards)]
     based = link.base_version is not None
+    may_be_based = link.kind in (ObjectKind.DELTA, ObjectKind.SKIP)
     fine = (
         (parsed.kind, parsed.version) == (link.kind, link.version)
         and (parsed.base is None or parsed.base == link.base_version)
-        and based == (link.kind in (ObjectKind.DELTA, ObjectKind.SKIP))
+        and (based == may_be_based or link.kind is ObjectKind.ADAPTER)
         and (link.base_version is None or 0 <= link.base_version < link.version)
         and link.version <= head.version
         and all(size >= 0 for size in sizes)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Literal
 
 from deltawire.protocol.chain import Head, Link
-from deltawire.protocol.errors import Fenced, ObjectMissing, StoreUnavailable
+from deltawire.protocol.errors import Fenced, ObjectExists, ObjectMissing, StoreUnavailable
 from deltawire.protocol.layout import LATEST_KEY, in_run
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.store.base import Store
@@ -61,6 +61,19 @@ class Ledger:
         with self._lock:
             self._claim = self._claim.raised()
 
+    def under_free_key(self, upload: Callable[[int], Link]) -> Link:
+        """Call `upload` with an epoch whose keys are free.
+
+        A dead process may have raised its epoch without a commit and left objects under the epoch
+        claimed here; then the next one is taken. Raises Fenced when it is not a dead process.
+        """
+        while True:
+            try:
+                return upload(self._claim.epoch)
+            except ObjectExists:
+                self._check()
+                self.raise_epoch()
+
     def write(
         self,
         *,
@@ -98,6 +111,14 @@ class Ledger:
                     self._lost(found)
                 self._unsettled = None
             return self._head
+
+    def _check(self) -> None:
+        """Raise Fenced unless latest.json is as this writer left it."""
+        with self._lock:
+            self.settle()
+            found, etag = read_head(self._store, self._head.run_id)
+            if etag != self._etag:
+                self._lost(found)
 
     def _swap(self, head: Head) -> None:
         body = as_bytes(head)

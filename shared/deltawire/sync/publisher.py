@@ -323,20 +323,19 @@ class Publisher:
             bits = dict(self._shadow.named_bits())
             link = self._upload_anchor(pending.version, bits, new_digest, folder)
         else:
-            link = upload_object(
-                self.store, path, report.header, kind=ObjectKind.DELTA, epoch=self._epoch
+            link = self._ledger.under_free_key(
+                lambda epoch: upload_object(
+                    self.store, path, report.header, kind=ObjectKind.DELTA, epoch=epoch
+                )
             )
         return link, new_digest, encoded - begun, time.perf_counter() - encoded
-
-    @property
-    def _epoch(self) -> int:
-        return self._ledger.claim.epoch
 
     def _arriving(self, head: Head) -> set[str]:
         """Keys that this publisher may be uploading now."""
         ahead = [(kind, head.version + 1) for kind in (ObjectKind.DELTA, ObjectKind.ANCHOR)]
         behind = [(ObjectKind.ANCHOR, self._anchor_version)]
-        return {object_key(kind, v, epoch=self._epoch) for kind, v in ahead + behind}
+        epoch = self._ledger.claim.epoch
+        return {object_key(kind, v, epoch=epoch) for kind, v in ahead + behind}
 
     def _advance(self, new_digest: Digest) -> None:
         """The version is committed. An anchor of it is begun before the next diff may run."""
@@ -401,16 +400,18 @@ class Publisher:
     def _upload_anchor(
         self, version: PolicyVersion, bits: Mapping[str, BitArray], digest: Digest, folder: Path
     ) -> Link:
-        return upload_anchor(
-            self.store,
-            bits,
-            layout=self.layout,
-            version=version,
-            run_id=self.run_id,
-            digest=digest,
-            epoch=self._epoch,
-            packed=self._packed,
-            folder=folder,
+        return self._ledger.under_free_key(
+            lambda epoch: upload_anchor(
+                self.store,
+                bits,
+                layout=self.layout,
+                version=version,
+                run_id=self.run_id,
+                digest=digest,
+                epoch=epoch,
+                packed=self._packed,
+                folder=folder,
+            )
         )
 
 

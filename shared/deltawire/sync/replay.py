@@ -5,7 +5,8 @@ engines that must not write while tokens flow, the pieces are in codec; this is 
 a resuming trainer, for anyone's own loop and for tools.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -34,18 +35,26 @@ def replay(
     `digest` is the running digest of the tensors as given; None when they hold nothing yet, and
     the route must then begin with an anchor. Raises WeightsError children.
     """
-    for link, path in objects:
-        header = read_header(path)
-        check_header(header, link, run_id=run_id, layout=tensors.layout, name=path.name)
+    for link, paths in by_link(objects):
+        headers = [read_header(path) for path in paths]
+        for header in headers:
+            check_header(header, link, run_id=run_id, layout=tensors.layout, name=link.key)
         if link.kind is ObjectKind.ANCHOR:
-            digest = _replay_anchor(link, path, tensors)
+            digest = _replay_anchor(link, paths, tensors)
         elif digest is None:
             raise VersionGap(have=None, want=link.version)
         else:
-            digest = _replay_delta(header, link, path, tensors, held=digest)
+            digest = _replay_delta(headers[0], link, paths, tensors, held=digest)
     if digest is None:
         raise MalformedObject("an empty route leads nowhere from nothing")
     return digest
+
+
+def by_link(objects: Sequence[tuple[Link, Path]]) -> Iterator[tuple[Link, list[Path]]]:
+    """The route's objects, each with its files: one, or the shards of a sharded anchor."""
+    for _, pairs in groupby(objects, key=lambda pair: pair[0].key):
+        found = list(pairs)
+        yield found[0][0], [path for _, path in found]
 
 
 def check_header(
@@ -74,23 +83,25 @@ def empty_tensors(layout: Layout) -> LiveTensors:
     return LiveTensors(zeros.items(), layout)
 
 
-def _replay_anchor(link: Link, path: Path, tensors: LiveTensors) -> Digest:
-    """Two passes over the file: the digest must hold before the first tensor is written."""
+def _replay_anchor(link: Link, paths: list[Path], tensors: LiveTensors) -> Digest:
+    """Two passes over the files: the digest must hold before the first tensor is written."""
     layout = tensors.layout
-    found = digest_full(iter_anchor(path, layout=layout), layout)
+    found = digest_full(iter_anchor(paths, layout=layout), layout)
     if str(found) != link.new_digest:
         raise DigestMismatch(link.key, expected=link.new_digest, actual=str(found))
-    for name, bits in iter_anchor(path, layout=layout):
+    for name, bits in iter_anchor(paths, layout=layout):
         tensors.write(name, bits)
     return found
 
 
 def _replay_delta(
-    header: ObjectHeader, link: Link, path: Path, tensors: LiveTensors, *, held: Digest
+    header: ObjectHeader, link: Link, paths: list[Path], tensors: LiveTensors, *, held: Digest
 ) -> Digest:
+    if len(paths) != 1:
+        raise MalformedObject(f"{link.key}: a delta is one file, {len(paths)} were given")
     if header.base_digest != str(held):
         raise DigestMismatch(link.key, expected=header.base_digest, actual=str(held))
-    patches = decode_delta(path, layout=tensors.layout, old=tensors)
+    patches = decode_delta(paths[0], layout=tensors.layout, old=tensors)
     new = check_digests(header, patches, tensors.layout, held=held, name=link.key)
     scatter(tensors, patches)
     return new

@@ -1,20 +1,24 @@
 """One object of the chain into the store, and the link that latest.json will carry for it."""
 
+import hashlib
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from deltawire.codec.anchor import write_anchor
+from deltawire.codec.anchor import write_anchor_shards
 from deltawire.codec.bits import BitArray
 from deltawire.codec.decode import read_header
 from deltawire.codec.digest import Digest
 from deltawire.codec.patch import Layout
-from deltawire.protocol.chain import Link
+from deltawire.protocol.chain import Link, Shard
 from deltawire.protocol.header import ObjectHeader
 from deltawire.protocol.layout import ObjectKind, in_run, object_key
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.store.base import Store
 from deltawire.sync.follower import sha256_of
+
+MAX_SHARD_BYTES = 4 * 2**30
+"""Dense bytes of one anchor file: one S3 upload carries 5 GiB."""
 
 
 def upload_object(
@@ -23,22 +27,7 @@ def upload_object(
     """Upload one finished file under its own key. Nobody follows it until its link is committed."""
     base = header.base_version if kind is ObjectKind.SKIP else None
     key = object_key(kind, header.model_version, epoch=epoch, base=base)
-    sha256 = sha256_of(path)
-    info = store.put(in_run(header.run_id, key), path)
-    return Link(
-        version=header.model_version,
-        kind=kind,
-        key=key,
-        base_version=header.base_version,
-        bytes=info.bytes,
-        sha256=sha256,
-        new_digest=header.new_digest,
-        encoding=header.encoding,
-        changed=header.num_changed,
-        total=header.total_elements,
-        xet_hash=info.xet_hash,
-        created_at=time.time(),
-    )
+    return _link(header, kind, [_upload(store, path, header.run_id, key)])
 
 
 def upload_anchor(
@@ -52,11 +41,54 @@ def upload_anchor(
     epoch: int,
     packed: bool,
     folder: Path,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Link:
-    """Write every tensor into one file in `folder`, and upload it."""
+    """Write every tensor into files in `folder`, one if they fit in one, and upload them."""
     header = ObjectHeader(
         sparse=False, model_version=version, run_id=run_id, new_digest=str(digest)
     )
-    path = folder / "anchor.safetensors"
-    write_anchor(bits.items(), header, path, layout=layout, packed=packed)
-    return upload_object(store, path, read_header(path), kind=ObjectKind.ANCHOR, epoch=epoch)
+    paths = write_anchor_shards(
+        bits.items(),
+        header,
+        lambda number, count: folder / f"anchor-{number}-of-{count}.safetensors",
+        layout=layout,
+        max_shard_bytes=max_shard_bytes,
+        packed=packed,
+    )
+    kind, count = ObjectKind.ANCHOR, len(paths)
+    shards = [
+        _upload(
+            store,
+            path,
+            run_id,
+            object_key(kind, version, epoch=epoch, shard=(number, count) if count > 1 else None),
+        )
+        for number, path in enumerate(paths, start=1)
+    ]
+    return _link(read_header(paths[0]), kind, shards)
+
+
+def _upload(store: Store, path: Path, run_id: str, key: str) -> Shard:
+    sha256 = sha256_of(path)
+    info = store.put(in_run(run_id, key), path)
+    return Shard(key=key, bytes=info.bytes, sha256=sha256, xet_hash=info.xet_hash)
+
+
+def _link(header: ObjectHeader, kind: ObjectKind, shards: list[Shard]) -> Link:
+    whole = len(shards) == 1
+    joined = hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
+    return Link(
+        version=header.model_version,
+        kind=kind,
+        key=shards[0].key,
+        base_version=header.base_version,
+        bytes=sum(shard.bytes for shard in shards),
+        sha256=shards[0].sha256 if whole else joined,
+        new_digest=header.new_digest,
+        encoding=header.encoding,
+        changed=header.num_changed if header.sparse else header.total_elements,
+        total=header.total_elements,
+        shards=[] if whole else shards,
+        xet_hash=shards[0].xet_hash if whole else None,
+        created_at=time.time(),
+    )
