@@ -21,8 +21,8 @@ from deltawire.streams import local_server
 from deltawire.streams.base import ProducerStreams, TrainerStreams
 from deltawire.streams.gateway import GatewayStreams
 from deltawire.streams.memory import MemoryStreams
-from deltawire.streams.open import redis_client
 from deltawire.streams.redis import RedisStreams
+from deltawire.streams.redis_client import redis_client
 
 MAX_DELIVERIES = 3
 LEASE_S = 30.0

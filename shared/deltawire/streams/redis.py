@@ -18,8 +18,6 @@ from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 from redis import exceptions as redis_errors
-from redis.asyncio import Redis
-from redis.asyncio.cluster import RedisCluster
 
 from deltawire.protocol import topics
 from deltawire.protocol.control import ReplicaStatus
@@ -36,8 +34,8 @@ from deltawire.streams.records import (
     encode_group,
     encode_ticket,
 )
+from deltawire.streams.redis_client import RedisClient, close_client
 
-Client = Redis | RedisCluster
 T = TypeVar("T")
 
 TRAINER_CONSUMER = "trainer"
@@ -62,7 +60,7 @@ class RedisStreams:
 
     def __init__(
         self,
-        client: Client,
+        client: RedisClient,
         *,
         run_id: str,
         lease_s: float = 45.0,
@@ -309,7 +307,7 @@ class RedisStreams:
 
     async def close(self) -> None:
         """See base.py."""
-        await self._redis.aclose()
+        await close_client(self._redis)
 
     # -- the border to redis-py -------------------------------------------------------------------
 
