@@ -22,6 +22,9 @@ _TEMPLATE = (
 )
 
 
+LETTERS = "tests/suite/letters_job.py"
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A byte-level Llama of two layers with a chat template, as a folder a user could have."""
@@ -121,7 +124,7 @@ def start_run(tmp_path: Path, tiny_model: Path) -> Iterator[StartRun]:
     """Start `deltawire run` on the tiny model; it is stopped at the end of the test."""
     started: list[Run] = []
 
-    def start(*arguments: str, job: str = "tests/suite/letters_job.py", model: Path = tiny_model) -> Run:
+    def start(*arguments: str, job: str = LETTERS, model: Path = tiny_model) -> Run:
         out = tmp_path / f"out-{len(started)}.txt"
         command = [
             *(sys.executable, "-m", "deltawire.cli.main", "run", job),

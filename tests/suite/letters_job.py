@@ -10,4 +10,4 @@ def letters(episode) -> float:
     return sum(c.islower() for c in said) / max(1, len(said))
 
 
-job = Job(name="letters", env=Env("letters", max_turns=2), rewards=[letters])
+job = Job(name="letters", env=Env("guess", max_turns=2), rewards=[letters])

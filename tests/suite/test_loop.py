@@ -92,3 +92,16 @@ def test_the_summary_tells_of_phases(start_run: StartRun) -> None:
     assert run.wait(85) == 0, run.logs()
     steps = json.loads((run.folder / "summary.json").read_text())["steps"]
     assert {"diff", "encode", "upload", "commit", "announce"} <= set(steps[0]["phases_s"])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_no_service_outlives_the_launcher(
+    start_run: StartRun, number: signal.Signals, code: int
+) -> None:
+    run = start_run(*SMALL, "train.steps=500")
+    run.wait_for("step 1/500", 80)
+    services = [run.child(f"deltawire_{name}") for name in ("trainer", "inference", "environment")]
+    run.process.send_signal(number)
+    assert run.wait(15) == code
+    _, alive = psutil.wait_procs(services, timeout=10)
+    assert not alive

@@ -6,8 +6,10 @@ few times: the bucket and the streams make that cheap.
 """
 
 import asyncio
+import ctypes
 import logging
 import signal
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,6 +25,7 @@ log = logging.getLogger(__name__)
 _RESTARTS = 3
 _STOP_S = 4.0
 _TAIL_LINES = 15
+_PR_SET_PDEATHSIG = 1
 _CLEAR_ERROR = 2
 """Exit code of a service that stopped with one clear sentence."""
 
@@ -60,6 +63,7 @@ class Child:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
+                preexec_fn=_end_with_launcher,
             )
         self.ready = False
 
@@ -109,6 +113,12 @@ class Child:
         except FileNotFoundError:
             return "(no log)"
         return "\n".join(f"    {line}" for line in lines[-_TAIL_LINES:]) or "    (empty)"
+
+
+def _end_with_launcher() -> None:
+    """In the child: ask Linux for a SIGTERM when the launcher is gone, however it went."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 async def stop_all(children: list[Child]) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -55,7 +56,15 @@ def run_job(options: RunOptions, spec: JobSpec, *, plain: bool) -> int:
     view: View = PlainView() if plain or not console.is_terminal else LiveView(console)
     _point_latest(plan.folder)
     try:
-        summary = asyncio.run(_run(plan, view))
+        with asyncio.Runner() as runner:
+            loop = runner.get_loop()
+            main = loop.create_task(_run(plan, view))
+            # SIGTERM stops the children as Ctrl-C does; asyncio itself handles only the latter.
+            loop.add_signal_handler(signal.SIGTERM, main.cancel)
+            summary = runner.run(_awaited(main))
+    except asyncio.CancelledError:
+        sys.stderr.write(f"stopped; logs in {plan.logs}\n")
+        return 143
     except KeyboardInterrupt:
         sys.stderr.write(f"stopped; logs in {plan.logs}\n")
         return 130
@@ -63,6 +72,10 @@ def run_job(options: RunOptions, spec: JobSpec, *, plain: bool) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     return print_report(summary, console)
+
+
+async def _awaited(task: "asyncio.Task[RunSummary]") -> RunSummary:
+    return await task
 
 
 def _point_latest(folder: Path) -> None:
