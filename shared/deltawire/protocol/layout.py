@@ -18,8 +18,8 @@ LATEST_KEY = "latest.json"
 _RUN_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,95}")
 _OBJECT = re.compile(
     r"(?P<folder>anchors|deltas|adapters|skips)/"
-    r"(?:from_(?P<base>\d{6,})_)?step_(?P<version>\d{6,})(?:\.(?P<epoch>\d+))?"
-    r"(?:-(?P<shard>\d{5})-of-(?P<shards>\d{5}))?\.safetensors"
+    r"(?:from_(?P<base>[0-9]{6,18})_)?step_(?P<version>[0-9]{6,18})(?:\.(?P<epoch>[0-9]{1,18}))?"
+    r"(?:-(?P<shard>[0-9]{5})-of-(?P<shards>[0-9]{5}))?\.safetensors"
 )
 _MODEL_FILE = re.compile(r"model/[A-Za-z0-9][A-Za-z0-9._-]*\.(?:json|txt|jinja|model)")
 
