@@ -83,6 +83,11 @@ class VllmClient:
         answer = await self._post("/collective_rpc", json={"method": method, "args": args})
         return list(answer["results"])
 
+    async def checksums(self) -> dict[str, str]:
+        """POST /weight_checker: sha256 of every runtime parameter."""
+        answer = await self._post("/weight_checker", json={"action": "checksum"})
+        return dict(answer["checksums"])
+
     async def load_adapter(self, name: str, path: Path) -> None:
         """POST /v1/load_lora_adapter."""
         body = {"lora_name": name, "lora_path": str(path)}

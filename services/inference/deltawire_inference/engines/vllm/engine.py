@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, TypeVar
 
 from deltawire.codec.bits import torch_type
 from deltawire.codec.digest import Digest
@@ -61,6 +61,7 @@ from deltawire_inference.engines.vllm.streaming import tokens_of_event
 from deltawire_inference.engines.vllm.workspace import Workspace
 
 log = logging.getLogger(__name__)
+Answer = TypeVar("Answer")
 
 PIN_RETRY_S = 1.0
 """When a request that asks for a version not yet served should come again."""
@@ -193,8 +194,14 @@ class VllmEngine:
         """See Engine. Reads the weights while tokens flow, so do not apply meanwhile."""
         return str(await asyncio.to_thread(self._ready().stager.recomputed))
 
+    async def checksums(self) -> dict[str, str]:
+        """vLLM's own sha256 of every runtime parameter (`/weight_checker`), by name."""
+        return await self._answer(self._ready().client.checksums())
+
     async def load_adapter(self, name: str, path: Path) -> None:
-        """See Engine."""
+        """See Engine. Versions have names of their own; the oldest beyond the limit are unloaded."""
+        if "adapters" not in self.capabilities:
+            raise EngineError(f"adapter {name!r}: this replica serves none; set how many it holds")
         await self._ready().adapters.load(name, path)
 
     async def pause(self) -> None:
@@ -298,7 +305,7 @@ class VllmEngine:
             )
         return self._running
 
-    async def _answer(self, call: Awaitable[Any]) -> Any:
+    async def _answer(self, call: Awaitable[Answer]) -> Answer:
         """The call's answer; when the child died meanwhile, that is the error to report."""
         try:
             return await call

@@ -25,7 +25,7 @@ import torch
 from deltawire.codec.bits import BitArray, IndexArray, bits_of, tensor_of
 from deltawire.codec.decode import decode_delta
 from deltawire.codec.digest import Digest, digest_full
-from deltawire.codec.patch import Layout, SparsePatch
+from deltawire.codec.patch import Layout, OldValues, SparsePatch
 from deltawire.protocol.chain import RunManifest
 from deltawire.protocol.layout import ObjectKind
 from deltawire.sync.follower import Fetched
@@ -88,7 +88,7 @@ class Stager:
 
     def _stage_deltas(self, key: str, objects: Fetched, held: Digest) -> StagedUpdate:
         weights = RemoteWeights(self._calls, self._maps, self._layout)
-        prefetched = weights.prefetch(key, touched_places(objects, self._layout))
+        prefetched = weights.prefetch(key, touched_places(objects, self._layout, weights))
         patches, digest = read_route(
             objects,
             run_id=self._manifest.run_id,
@@ -145,10 +145,13 @@ class Stager:
 
 
 class _Places:
-    """An OldValues that only notes where it is asked."""
+    """An OldValues that notes where it is asked, and answers 0 there.
 
-    def __init__(self, layout: Layout) -> None:
-        self._layout = layout
+    Positions never depend on the values at them, but for one encoding on the whole base (`read`).
+    """
+
+    def __init__(self, layout: Layout, weights: OldValues) -> None:
+        self._layout, self._weights = layout, weights
         self.indices: dict[str, IndexArray] = {}
 
     def gather(self, name: str, indices: IndexArray) -> BitArray:
@@ -157,12 +160,12 @@ class _Places:
         return np.zeros(indices.size, self._layout[name].bits)
 
     def read(self, name: str, begin: int, end: int) -> BitArray:
-        return np.zeros(end - begin, self._layout[name].bits)
+        return self._weights.read(name, begin, end)
 
 
-def touched_places(objects: Fetched, layout: Layout) -> dict[str, IndexArray]:
+def touched_places(objects: Fetched, layout: Layout, weights: OldValues) -> dict[str, IndexArray]:
     """Every place that some delta of a route touches, per tensor, rising."""
-    places = _Places(layout)
+    places = _Places(layout, weights)
     for _, path in objects:
         decode_delta(path, layout=layout, old=places)
     return places.indices
