@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import httpx
 import pytest
 import uvicorn
-from deltawire_environment.app import Environment, create_app
-from deltawire_environment.settings import EnvironmentSettings
 
 from deltawire.job.job import Job
 from deltawire.job.resolve import resolve
 from deltawire.service.serve import bind
+from deltawire_environment.app import Environment, create_app
+from deltawire_environment.settings import EnvironmentSettings
 
 
 @dataclass
@@ -24,6 +24,14 @@ class Running:
     @property
     def ws_url(self) -> str:
         return self.url.replace("http", "ws", 1) + "/ws"
+
+    async def emptied(self) -> None:
+        """Until no session is left."""
+        for _ in range(1000):
+            if not len(self.environment.sessions):
+                return
+            await asyncio.sleep(0.01)
+        raise AssertionError(f"{len(self.environment.sessions)} sessions are left")
 
     def http(self, **options: object) -> httpx.AsyncClient:
         return httpx.AsyncClient(base_url=self.url, timeout=20, **options)  # type: ignore[arg-type]
@@ -57,8 +65,9 @@ def serve_environment(monkeypatch: pytest.MonkeyPatch) -> Serve:
         server = uvicorn.Server(config)
         listener = bind("127.0.0.1", 0)
         task = asyncio.create_task(server._serve([listener]))
-        while not server.started:
-            assert not task.done(), task.exception()
+        for _ in range(1000):
+            if server.started:
+                break
             await asyncio.sleep(0.01)
         try:
             yield Running(environment, f"http://127.0.0.1:{listener.getsockname()[1]}")

@@ -4,6 +4,7 @@ import asyncio
 import random
 
 import pytest
+
 from deltawire_environment.worlds.wordlist import load_words
 
 openenv = pytest.importorskip("openenv.core")
@@ -12,21 +13,23 @@ GUESSES = ["crane", "moist", "bulky", "fudge", "whelp", "jumbo"]
 
 
 async def test_the_real_client_plays_a_whole_game(serve_environment) -> None:
-    async with serve_environment() as running:
-        async with openenv.GenericEnvClient(base_url=running.url) as client:
-            first = await client.reset(seed=7)
-            assert first.reward is None
-            assert not first.done
-            assert first.observation["chat"][0]["role"] == "user"
-            for guess in GUESSES:
-                result = await client.step({"message": f"I say [{guess}]."})
-                if result.done:
-                    break
-            assert result.done
-            assert result.reward in (0.0, 1.0)
-            state = await client.state()
-            assert state["step_count"] >= 1
-            assert "secret" not in state
+    async with (
+        serve_environment() as running,
+        openenv.GenericEnvClient(base_url=running.url) as client,
+    ):
+        first = await client.reset(seed=7)
+        assert first.reward is None
+        assert not first.done
+        assert first.observation["chat"][0]["role"] == "user"
+        for guess in GUESSES:
+            result = await client.step({"message": f"I say [{guess}]."})
+            if result.done:
+                break
+        assert result.done
+        assert result.reward in (0.0, 1.0)
+        state = await client.state()
+        assert state["step_count"] >= 1
+        assert "secret" not in state
 
 
 async def test_the_sync_client_plays_too(serve_environment) -> None:
@@ -91,8 +94,7 @@ async def test_256_parallel_games_end_and_the_rest_of_300_is_told_that_the_house
         assert sorted(set(ends)) == ["played", "refused"]
         assert ends.count("played") == 256
         assert ends.count("refused") == 44
-        while len(running.environment.sessions):
-            await asyncio.sleep(0.01)
+        await running.emptied()
 
 
 async def test_a_client_that_reconnects_gets_a_new_session_and_no_old_one_is_left(
@@ -107,8 +109,7 @@ async def test_a_client_that_reconnects_gets_a_new_session_and_no_old_one_is_lef
         result = await client.reset(seed=1)
         assert not result.done
         await client.close()
-        while len(running.environment.sessions):
-            await asyncio.sleep(0.01)
+        await running.emptied()
 
 
 async def test_the_mcp_client_lists_and_calls_the_tools_of_a_session(serve_environment) -> None:

@@ -46,10 +46,13 @@ class Pool:
         Raises TimeoutError when the call takes longer, waiting for a thread not counted.
         """
         answer = await self._in_thread(call, timeout_s) if blocking else call()
-        if isinstance(answer, Awaitable):
+        if not isinstance(answer, Awaitable):
+            return answer
+        try:
             async with asyncio.timeout(timeout_s):
                 return await answer
-        return answer
+        except SystemExit as error:
+            raise _settable(error) from error
 
     async def _in_thread(self, call: Callable[[], Value], timeout_s: float) -> Value:
         job = _Job(call, asyncio.get_running_loop())

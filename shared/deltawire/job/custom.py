@@ -4,15 +4,17 @@
         def reset(self, *, seed: int) -> str: ...
         def step(self, message: str) -> str | Reply | tuple[str, float, bool]: ...
 
-One object plays one episode. Methods may be async. `get_reward()`, `state()` and `close()` are
-used when they exist.
+One object plays one episode. `get_reward()`, `state()` and `close()` are used when they exist.
+A class of plain methods may block: it runs in threads. One with an async method runs on the event
+loop and must not block.
 """
 
 import dataclasses
 import inspect
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
+from typing import Any, TypeVar
 
 from pydantic import JsonValue
 
@@ -24,13 +26,13 @@ from deltawire.job.world import Action, Episode, Reply, World, message_of
 from deltawire.protocol.errors import JobError
 from deltawire.protocol.rollouts import Task
 
+Value = TypeVar("Value")
+
 _REPLY_FIELDS = {field.name for field in dataclasses.fields(Reply)}
 
 
 class UserWorld(World):
     """Makes one object of the user's class for each episode."""
-
-    blocking = True
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class UserWorld(World):
         self.name = kind.__name__.lower()
         self.description = inspect.getdoc(kind) or ""
         self.kind, self.config, self.max_turns, self.rows = kind, dict(config), max_turns, rows
+        self.blocking = not any(map(inspect.iscoroutinefunction, vars_of(kind)))
         self._check_methods()
         parameters = inspect.signature(kind).parameters
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
@@ -59,13 +62,21 @@ class UserWorld(World):
                     "and step(message), or reset() and methods that are tools"
                 )
 
-    async def start(self, task: Task, rng: random.Random) -> tuple[Episode, Reply]:
+    def start(
+        self, task: Task, rng: random.Random
+    ) -> tuple[Episode, Reply] | Awaitable[tuple[Episode, Reply]]:
+        return self._at_once(self._start(task, rng))
+
+    def _at_once(self, work: Coroutine[Any, Any, Value]) -> Value | Awaitable[Value]:
+        return run_through(work) if self.blocking else work
+
+    async def _start(self, task: Task, rng: random.Random) -> tuple[Episode, Reply]:
         row = self.rows.pick(task, rng) if self.rows else dict(task.row)
         game = self.kind(**self.config)
         first = await reset(game, task, rng, row)
         if not first.messages and "prompt" in row:
             first = dataclasses.replace(first, chat=as_messages(row["prompt"]))
-        return UserEpisode(game, row, self.max_turns), first
+        return UserEpisode(game, row, self), first
 
     def splits(self) -> list[str]:
         return self.rows.names() if self.rows else super().splits()
@@ -77,19 +88,23 @@ class UserWorld(World):
 class UserEpisode(Episode):
     """One object of the user's class."""
 
-    def __init__(self, game: object, row: Row, max_turns: int | None) -> None:
+    def __init__(self, game: object, row: Row, world: UserWorld) -> None:
         self.game, self.row = game, row
-        self._max_turns = max_turns
+        self._world = world
         self._turns = 0
 
-    async def step(self, action: Action) -> Reply:
+    def step(self, action: Action) -> Reply | Awaitable[Reply]:
+        return self._world._at_once(self._step(action))
+
+    async def _step(self, action: Action) -> Reply:
         self._turns += 1
         reply = as_reply(await settled(self.game.step(message_of(action))))  # type: ignore[attr-defined]
         return await self.finished(reply)
 
     async def finished(self, reply: Reply) -> Reply:
         """End at the turn limit, and ask `get_reward()` when the reply gave no reward."""
-        if self._max_turns is not None and self._turns >= self._max_turns:
+        limit = self._world.max_turns
+        if limit is not None and self._turns >= limit:
             reply = dataclasses.replace(reply, done=True)
         ask = getattr(self.game, "get_reward", None)
         if reply.done and reply.reward is None and callable(ask):
@@ -123,6 +138,22 @@ async def reset(game: object, task: Task, rng: random.Random, row: Row) -> Reply
     else:
         named = {name: value for name, value in offered.items() if name in parameters}
     return as_reply(await settled(method(**named)))
+
+
+def run_through(work: Coroutine[Any, Any, Value]) -> Value:
+    """Run a coroutine that awaits nothing, in the thread we are in."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: Value = end.value
+        return result
+    work.close()
+    raise TypeError("a plain method returned an awaitable; make the method itself `async def`")
+
+
+def vars_of(kind: type) -> list[object]:
+    """The functions of a class, inherited ones too."""
+    return [value for _, value in inspect.getmembers(kind, inspect.isfunction)]
 
 
 async def settled(value: object) -> object:

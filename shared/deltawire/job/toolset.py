@@ -86,7 +86,7 @@ class ToolsetWorld(UserWorld):
         call = json.dumps({"name": name, "arguments": dict(arguments)})
         return {"message": f"<tool_call>{call}</tool_call>"}
 
-    async def start(self, task: Task, rng: random.Random) -> tuple[Episode, Reply]:
+    async def _start(self, task: Task, rng: random.Random) -> tuple[Episode, Reply]:
         row = self.rows.pick(task, rng) if self.rows else dict(task.row)
         game = self.kind(**self.config)
         first = await reset(game, task, rng, row)
@@ -96,11 +96,11 @@ class ToolsetWorld(UserWorld):
             *prompt,
             *first.messages,
         ]
-        return _ToolEpisode(game, row, self.max_turns), Reply(chat=chat, info=first.info)
+        return _ToolEpisode(game, row, self), Reply(chat=chat, info=first.info)
 
 
 class _ToolEpisode(UserEpisode):
-    async def step(self, action: Action) -> Reply:
+    async def _step(self, action: Action) -> Reply:
         self._turns += 1
         calls = parse_calls(message_of(action))
         results = [await self._run(call) for call in calls[:_MAX_CALLS]]
