@@ -55,5 +55,15 @@ class InferenceSettings(ServiceSettings):
     """Tokens of one sequence, prompt included; the model's own limit if that is lower."""
     max_step_tokens: PositiveInt = 4096
     """Tokens of one forward pass of the torch engine."""
+    vllm_command: str = "vllm"
+    """The vLLM executable, with our plugin installed beside it."""
+    vllm_arguments: str = ""
+    """Appended to `vllm serve`: --tensor-parallel-size 2 --gpu-memory-utilization 0.85 …"""
+    vllm_adapters: NonNegativeInt = 0
+    """How many LoRA adapters vLLM holds at once; 0 serves none."""
+    vllm_state_dir: Path | None = None
+    """Socket, merged checkpoint and patches of the vLLM child; one folder a replica."""
+    vllm_start_timeout_s: PositiveFloat = 900.0
+    """How long vLLM may take until it answers."""
     prefix_bytes: NonNegativeInt = 512 * 2**20
     """KV that the torch engine keeps for shared prefixes and next turns."""

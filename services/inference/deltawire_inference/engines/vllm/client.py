@@ -101,22 +101,6 @@ class VllmClient:
         """Forget cached prompts."""
         await self._post("/reset_prefix_cache")
 
-    async def forward(
-        self, method: str, path: str, *, content: bytes, headers: Mapping[str, str]
-    ) -> httpx.Response:
-        """Pass a request on; the caller reads the streamed response and closes it."""
-        request = self._http.build_request(
-            method,
-            path,
-            content=content,
-            headers=dict(headers),
-            timeout=httpx.Timeout(_GENERATE_S, connect=_CONNECT_S),
-        )
-        try:
-            return await self._http.send(request, stream=True)
-        except httpx.HTTPError as error:
-            raise EngineError(f"vLLM {path}: {type(error).__name__} {error}") from error
-
     async def close(self) -> None:
         """Let go of the socket."""
         await self._http.aclose()

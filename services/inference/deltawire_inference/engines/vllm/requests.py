@@ -30,12 +30,14 @@ def request_body(request: GenerateRequest, *, version: int, model: str) -> dict[
     return {
         "model": model,
         "token_ids": request.prompt_ids,
-        "sampling_params": sampling_params(request.sampling, n=request.n),
+        "sampling_params": sampling_params(
+            request.sampling, n=request.n, top_logprobs=request.top_logprobs
+        ),
         "cache_salt": f"v{version}",
     }
 
 
-def sampling_params(sampling: Sampling, *, n: int) -> dict[str, Any]:
+def sampling_params(sampling: Sampling, *, n: int, top_logprobs: int = 0) -> dict[str, Any]:
     """vLLM's SamplingParams. `logprobs: 0` returns the sampled token's and no other."""
     params: dict[str, Any] = {
         "n": n,
@@ -45,7 +47,7 @@ def sampling_params(sampling: Sampling, *, n: int) -> dict[str, Any]:
         "max_tokens": sampling.max_new_tokens,
         "stop_token_ids": sampling.stop_token_ids,
         "ignore_eos": sampling.ignore_eos,
-        "logprobs": 0,
+        "logprobs": top_logprobs,
         "skip_special_tokens": False,
         "detokenize": bool(sampling.stop),
     }
@@ -76,7 +78,13 @@ def completion_of(choice: dict[str, Any], *, request: GenerateRequest, version: 
         spans=spans_of_choice(choice, tokens=len(token_ids), version=version),
         sampling_mask=choice.get("sampling_mask") if request.want_sampling_mask else None,
         routed_experts=_routed(choice) if request.want_routed_experts else None,
+        top_logprobs=[likeliest(row) for row in content] if request.top_logprobs else None,
     )
+
+
+def likeliest(row: dict[str, Any]) -> dict[int, float]:
+    """One token's candidates, id -> logprob."""
+    return {int(c["token_id"]): float(c["logprob"]) for c in row.get("top_logprobs") or []}
 
 
 def spans_of_choice(choice: dict[str, Any], *, tokens: int, version: int) -> list[VersionSpan]:
