@@ -11,6 +11,7 @@ from pathlib import Path
 
 from deltawire.codec.compact import read_compact
 from deltawire.codec.container import Container
+from deltawire.codec.foreign import V1_ENCODINGS, foreign_header, is_foreign, read_v1
 from deltawire.codec.patch import Layout, OldValues, SparsePatch, check_patches
 from deltawire.codec.seed import read_seed
 from deltawire.protocol.errors import LayoutMismatch, UnknownSchema
@@ -18,9 +19,11 @@ from deltawire.protocol.header import ObjectHeader
 
 
 def read_header(path: Path) -> ObjectHeader:
-    """What a delta or anchor file says of itself, without reading its arrays."""
-    container = Container(path)
-    return ObjectHeader.from_metadata(container.metadata, name=container.name)
+    """What a delta or anchor file says of itself, without reading its arrays.
+
+    Reads our files and those of TRL's v0 and v1 (foreign.py), which leave digests empty.
+    """
+    return _header(Container(path))
 
 
 def decode_delta(
@@ -32,13 +35,15 @@ def decode_delta(
     ``check_digests`` and for undo. Relative encodings cannot be read without it (LayoutMismatch).
     """
     container = Container(path)
-    header = ObjectHeader.from_metadata(container.metadata, name=container.name)
-    _check_header(header, layout, name=container.name)
+    header = _header(container)
+    _check_header(header, layout, foreign=is_foreign(container.metadata), name=container.name)
     if header.encoding == "seed":
         patches = read_seed(container, header, layout)
     elif header.encoding in ("compact", "classes"):
         by_class = header.encoding == "classes"
         patches = read_compact(container, layout, old=old, classes=by_class, threads=threads)
+    elif header.encoding in V1_ENCODINGS:
+        patches = read_v1(container, header, layout)
     else:
         raise UnknownSchema(f"{container.name}: unknown encoding {header.encoding!r}")
     check_patches(patches, layout, name=container.name)
@@ -53,9 +58,17 @@ def decode_delta(
     ]
 
 
-def _check_header(header: ObjectHeader, layout: Layout, *, name: str) -> None:
+def _header(container: Container) -> ObjectHeader:
+    if is_foreign(container.metadata):
+        return foreign_header(container.metadata, name=container.name)
+    return ObjectHeader.from_metadata(container.metadata, name=container.name)
+
+
+def _check_header(header: ObjectHeader, layout: Layout, *, foreign: bool, name: str) -> None:
     if not header.sparse:
         raise LayoutMismatch(f"{name}: an anchor, where a delta was expected")
+    if foreign:
+        return
     if header.layout_digest != layout.digest or header.total_elements != layout.total_elements:
         raise LayoutMismatch(
             f"{name}: written for layout {header.layout_digest[:16]}, "

@@ -11,14 +11,15 @@ from typing import Literal
 
 from deltawire.codec.compact import compact_sections
 from deltawire.codec.container import Section, aligned, header_bytes, write_container
+from deltawire.codec.foreign import V1_ENCODINGS, v1_metadata, v1_sections
 from deltawire.codec.patch import Layout, OldValues, SparsePatch, check_patches
 from deltawire.codec.seed import seed_sections
 from deltawire.protocol.errors import LayoutMismatch, UnknownSchema
 from deltawire.protocol.header import ObjectHeader
 
-Encoding = Literal["auto", "seed", "compact", "classes"]
-"""auto: compact, or classes where the link is slow, or seed in the rare case that it is smaller.
-The others are written as asked, but seed wherever it is smaller."""
+Encoding = Literal["auto", "seed", "compact", "classes", "raw", "gap_delta"]
+"""auto: compact, or classes where the link is slow. Either gives way to seed where seed is smaller.
+raw and gap_delta are TRL's v1 (foreign.py): they carry no digests, so our followers refuse them."""
 
 CLASSES_SAVE = 0.25
 """Share of a compact file that classes saves, as measured (bench/results/codec.json)."""
@@ -70,6 +71,8 @@ def encode_delta(
             "layout_digest": layout.digest,
         }
     )
+    if encoding in V1_ENCODINGS:
+        return _write_v1(patches, full, path, layout, encoding)
     if encoding == "auto":
         slow = worth_classes(full, layout, link_bytes_per_s)
         encoding = "classes" if base is not None and slow else "compact"
@@ -86,6 +89,15 @@ def encode_delta(
         bytes=size,
         anchor_bytes=layout.nbytes,
     )
+
+
+def _write_v1(
+    patches: Sequence[SparsePatch], header: ObjectHeader, path: Path, layout: Layout, encoding: str
+) -> EncodeReport:
+    full = header.model_copy(update={"encoding": encoding})
+    metadata = v1_metadata(full, changed_names=len(patches))
+    size = write_container(path, aligned(v1_sections(patches, layout, encoding)), metadata)
+    return EncodeReport(header=full, encoding=encoding, bytes=size, anchor_bytes=layout.nbytes)
 
 
 def worth_classes(header: ObjectHeader, layout: Layout, link_bytes_per_s: float | None) -> bool:

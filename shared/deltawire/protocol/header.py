@@ -80,5 +80,5 @@ class ObjectHeader(WireModel):
                 base_digest=metadata["base_digest"],
                 new_digest=metadata["new_digest"],
             )
-        except (KeyError, ValueError) as error:
+        except (KeyError, ValueError, RecursionError) as error:
             raise MalformedObject(f"{name}: header field missing or wrong: {error!r}") from error
