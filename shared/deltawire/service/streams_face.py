@@ -5,7 +5,6 @@ enough for proxies, uploads are bounded while they arrive, and a group is judged
 it comes near the stream. Auth is the app's.
 """
 
-import asyncio
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Request, Response, status
@@ -29,7 +28,7 @@ from deltawire.streams.gateway import (
     RECORD_TYPE,
     TICKET_HEADER,
 )
-from deltawire.streams.records import MAX_RECORD_BYTES, decode_group, encode_ticket
+from deltawire.streams.records import MAX_RECORD_BYTES, decoded, encode_ticket
 
 
 def create_streams_router(streams: ProducerStreams) -> APIRouter:
@@ -68,7 +67,7 @@ def create_streams_router(streams: ProducerStreams) -> APIRouter:
         idempotency_key: Annotated[str, Header(alias=IDEMPOTENCY_HEADER, max_length=128)],
     ) -> FinishReceipt:
         """Append a group (a record as the body) and ack its ticket; repeatable with one key."""
-        group = await asyncio.to_thread(decode_group, await _bounded_body(request))
+        group = await decoded(await _bounded_body(request))
         lease = _lease(LeaseRef(entry_id=entry_id, consumer=consumer, ticket_id=ticket_id))
         added = await streams.finish(lease, group, idempotency_key=idempotency_key)
         return FinishReceipt(added=added)

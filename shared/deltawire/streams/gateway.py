@@ -35,7 +35,7 @@ from deltawire.protocol.errors import (
 from deltawire.protocol.rollouts import RolloutGroup
 from deltawire.streams.backoff import backoff_s
 from deltawire.streams.base import Lease
-from deltawire.streams.records import check_belongs, decode_ticket, encode_group
+from deltawire.streams.records import check_belongs, decode_ticket, encoded
 
 ENTRY_HEADER = "X-Deltawire-Entry"
 DELIVERIES_HEADER = "X-Deltawire-Deliveries"
@@ -92,7 +92,7 @@ class GatewayStreams:
         check_belongs(lease.ticket.ticket_id, group)
         response = await self._send(
             "/finish",
-            content=await asyncio.to_thread(encode_group, group),
+            content=await encoded(group),
             headers={
                 ENTRY_HEADER: lease.entry_id,
                 CONSUMER_HEADER: lease.consumer,

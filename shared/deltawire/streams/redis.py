@@ -8,6 +8,7 @@ runs twice, and because what a lost reply delivered is delivered again.
 """
 
 import asyncio
+import itertools
 import logging
 import re
 import time
@@ -29,10 +30,10 @@ from deltawire.streams.base import DeliveredGroup, Depth, Lease, counted_reason
 from deltawire.streams.records import (
     check_belongs,
     check_schema,
-    decode_group,
     decode_ticket,
-    encode_group,
+    decoded,
     encode_ticket,
+    encoded,
 )
 from deltawire.streams.redis_client import RedisClient, close_client
 
@@ -79,6 +80,7 @@ class RedisStreams:
         self._has_groups = False
         self._recovery_cursor: str | None = "0-0"
         """Where the first reading of unacked groups stands; None when it is through."""
+        self._keys = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
         self._handed_out: set[str] = set()
         """Groups given to this process and not acked: never given twice."""
 
@@ -89,15 +91,16 @@ class RedisStreams:
         to the dead letters on the way."""
         give_up_at = time.monotonic() + timeout_s
         while True:
-            lease = await self._reclaim(consumer)
-            wait_s = min(BLOCK_S, max(0.0, give_up_at - time.monotonic()))
-            lease = lease or await self._claim_fresh(consumer, wait_s=wait_s)
+            lease = await self._claim_now(consumer)
+            wait_s = min(BLOCK_S, give_up_at - time.monotonic())
+            if lease is None and wait_s > 0.0:
+                lease = await self._claim_next(consumer, wait_s=wait_s)
             if lease is not None or time.monotonic() >= give_up_at:
                 return lease
 
-    async def _reclaim(self, consumer: str) -> Lease | None:
+    async def _claim_now(self, consumer: str) -> Lease | None:
         reply = await self._script(
-            scripts.RECLAIM,
+            scripts.CLAIM,
             [self._tickets, self._dead, self._counters],
             [
                 topics.CONSUMER_GROUP_PRODUCERS, consumer, self._lease_ms, self._max_deliveries,
@@ -110,7 +113,8 @@ class RedisStreams:
         fields = dict(zip(flat[::2], flat[1::2], strict=True))
         return await self._leased(consumer, entry_id.decode(), fields, deliveries)
 
-    async def _claim_fresh(self, consumer: str, *, wait_s: float) -> Lease | None:
+    async def _claim_next(self, consumer: str, *, wait_s: float) -> Lease | None:
+        """Wait for a fresh ticket."""
         entries = await self._read_group(
             topics.CONSUMER_GROUP_PRODUCERS, consumer, self._tickets, ">", limit=1, wait_s=wait_s
         )
@@ -142,7 +146,7 @@ class RedisStreams:
     async def finish(self, lease: Lease, group: RolloutGroup, *, idempotency_key: str = "") -> bool:
         """See base.py."""
         check_belongs(lease.ticket.ticket_id, group)
-        body = await asyncio.to_thread(encode_group, group)
+        body = await encoded(group)
         outcome = await self._script(
             scripts.FINISH,
             [
@@ -150,7 +154,7 @@ class RedisStreams:
             ],
             [
                 topics.CONSUMER_GROUP_PRODUCERS, lease.entry_id, group.group_id,
-                idempotency_key or uuid.uuid4().hex, ROLLOUT_SCHEMA, body,
+                idempotency_key or next(self._keys), ROLLOUT_SCHEMA, body,
             ],
         )  # fmt: skip
         if outcome == -1:
@@ -242,7 +246,7 @@ class RedisStreams:
         groups = []
         for entry_id, fields in entries:
             try:
-                group = await asyncio.to_thread(decode_group, _body(fields))
+                group = await decoded(_body(fields))
             except ProtocolError as error:
                 await self._bury(self._groups, topics.CONSUMER_GROUP_TRAINER, entry_id, str(error))
                 continue

@@ -34,7 +34,7 @@ local function bury(stream, group, dead, counters, entry_id, reason, counted_as,
 end
 """
 
-RECLAIM = (
+CLAIM = (
     _BURY
     + """
 -- KEYS: tickets, dead, counters.
@@ -53,10 +53,14 @@ for _, pending in ipairs(idle) do
     return {entry_id, deliveries + 1, entry[2]}
   end
 end
-return false
+local fresh = redis.call('XREADGROUP', 'GROUP', ARGV[1], ARGV[2], 'COUNT', 1,
+                         'STREAMS', KEYS[1], '>')
+if not fresh then return false end
+return {fresh[1][2][1][1], 1, fresh[1][2][1][2]}
 """
 )
-"""Claim a ticket whose lease ran out; bury those delivered too often on the way."""
+"""Claim a ticket whose lease ran out, burying those delivered too often on the way, or else a fresh
+one. Does not wait."""
 
 HEARTBEAT = """
 -- KEYS: tickets. ARGV: group, consumer, entry id. Returns 1, or 0 when the lease is lost.
