@@ -38,12 +38,17 @@ class ServiceClient:
         url: str,
         *,
         token: SecretStr | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float = _TIMEOUT_S,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
+        """`headers` replace ours of the same name: a Hub token for a private Space's proxy."""
         self.url = url.rstrip("/")
         self._http = httpx.AsyncClient(
-            base_url=self.url, headers=token_headers(token), timeout=timeout_s, transport=transport
+            base_url=self.url,
+            headers={**token_headers(token), **(headers or {})},
+            timeout=timeout_s,
+            transport=transport,
         )
 
     async def __aenter__(self) -> Self:
