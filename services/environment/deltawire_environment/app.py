@@ -7,15 +7,14 @@ import time
 from collections.abc import AsyncIterator, Mapping
 
 from fastapi import FastAPI, WebSocket
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltawire.job.registry import make_world
 from deltawire.job.resolve import ResolvedJob
 from deltawire.job.world import World
 from deltawire.protocol.control import EnvironmentStatus
-from deltawire.protocol.errors import PayloadTooLarge
 from deltawire.service.app import create_service_app
 from deltawire.service.metrics import Metrics
+from deltawire_environment.body_limit import BodyLimit
 from deltawire_environment.episodes import Episodes
 from deltawire_environment.http_routes import environment_routes
 from deltawire_environment.mcp import McpDesk
@@ -141,23 +140,3 @@ def offered_worlds(settings: EnvironmentSettings, job: ResolvedJob | None) -> Ma
     for name in settings.worlds or ([] if job else ["guess"]):
         worlds.setdefault(name, make_world(name, {}))
     return worlds
-
-
-class BodyLimit:
-    """ASGI middleware: an HTTP body over the limit is refused, whatever its length claims."""
-
-    def __init__(self, app: ASGIApp, *, limit_bytes: int) -> None:
-        self._app, self._limit_bytes = app, limit_bytes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        read_bytes = 0
-
-        async def limited() -> Message:
-            nonlocal read_bytes
-            message = await receive()
-            read_bytes += len(message.get("body", b""))
-            if read_bytes > self._limit_bytes:
-                raise PayloadTooLarge(f"a body may hold {self._limit_bytes} bytes")
-            return message
-
-        await self._app(scope, limited if scope["type"] == "http" else receive, send)

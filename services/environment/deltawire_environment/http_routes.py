@@ -19,7 +19,7 @@ from deltawire.protocol.rollouts import Task
 from deltawire_environment.episodes import Episodes, task_of
 from deltawire_environment.frames import result_of
 from deltawire_environment.mcp import McpDesk
-from deltawire_environment.sessions import Frame, Session, Sessions
+from deltawire_environment.sessions import Frame, Session, SessionGone, Sessions
 from deltawire_environment.ws import SESSION_HEADER
 
 NEW_SESSION = "new"
@@ -106,12 +106,19 @@ def _client_faults() -> Iterator[None]:
         raise HTTPException(422, detail=str(error)) from None
 
 
+def _find(sessions: Sessions, session_id: str) -> Session:
+    try:
+        return sessions.find(session_id)
+    except SessionGone as error:
+        raise HTTPException(404, detail=str(error)) from None
+
+
 def _add_play(router: APIRouter, sessions: Sessions, episodes: Episodes) -> None:
     @contextmanager
     def lent(request: Request, response: Response, *, may_open: bool) -> Iterator[Session]:
         wanted = request.headers.get(SESSION_HEADER)
         if wanted and not (may_open and wanted == NEW_SESSION):
-            yield sessions.find(wanted)
+            yield _find(sessions, wanted)
             return
         session = sessions.open(owned_by_socket=False)
         if wanted:
@@ -158,7 +165,7 @@ def _add_play(router: APIRouter, sessions: Sessions, episodes: Episodes) -> None
     @router.delete("/session", tags=["play"], status_code=204)
     async def close(request: Request) -> None:
         """End the session that the header names."""
-        sessions.close(sessions.find(request.headers.get(SESSION_HEADER, "")))
+        sessions.close(_find(sessions, request.headers.get(SESSION_HEADER, "")))
 
 
 def _add_description(

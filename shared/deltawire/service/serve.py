@@ -28,6 +28,7 @@ def bind(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        listener.listen()  # whoever reads the port may connect at once; the app answers when up
     except OSError as error:
         listener.close()
         raise SettingsError(
@@ -58,13 +59,13 @@ class _DrainingServer(uvicorn.Server):
         if self._draining is not None:
             super().handle_exit(sig, frame)
             return
-        self._draining = self._loop.create_task(self._drain_then_exit(sig))
+        self._draining = self._loop.create_task(self._drain_then_exit())
         # A signal does not wake a sleeping loop by itself.
         self._loop.call_soon_threadsafe(lambda: None)
 
-    async def _drain_then_exit(self, sig: int) -> None:
+    async def _drain_then_exit(self) -> None:
         await self._drain()
-        super().handle_exit(sig, None)
+        self.should_exit = True
 
 
 async def serve(
