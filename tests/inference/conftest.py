@@ -184,7 +184,7 @@ def layout_of() -> Callable[[TinyRun], Layout]:
 class Serving:
     """A replica's app, running in this process."""
 
-    run: TinyRun
+    run: TinyRun | None
     service: Inference
     app: FastAPI
     token: str
@@ -210,7 +210,7 @@ class Serving:
 
     async def serves(self, version: int) -> None:
         """Return when that version is live."""
-        while self.engine.version != version or self.replica.state != "serving":
+        while self.engine.version != version or self.replica.state != "serving":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -220,13 +220,12 @@ def serve(tmp_path: Path) -> Callable[..., AbstractAsyncContextManager[Serving]]
 
     @asynccontextmanager
     async def serving(
-        run: TinyRun, *, joined: bool = True, **values: object
+        run: TinyRun | None, *, joined: bool = True, **values: object
     ) -> AsyncIterator[Serving]:
         token = secrets.token_urlsafe(8)
         settings = InferenceSettings.model_validate(
             {
-                "store": run.store.uri,
-                "run_id": run.run_id,
+                **({"store": run.store.uri, "run_id": run.run_id} if run else {}),
                 "token": token,
                 "poll_s": 0.05,
                 "replica_id": "replica-1",

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from deltawire_inference.engines.base import SwapMode
-from deltawire_inference.engines.torch.engine import TorchEngine
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -17,6 +15,8 @@ from deltawire.protocol.chain import Link
 from deltawire.protocol.errors import EngineError, VersionNotServed, WeightsError
 from deltawire.protocol.generation import GenerateRequest, Sampling
 from deltawire.protocol.versions import PolicyVersion
+from deltawire_inference.engines.base import SwapMode
+from deltawire_inference.engines.torch.engine import TorchEngine
 
 if TYPE_CHECKING:
     from tests.inference.conftest import MakeEngine, MakeRun, TinyRun
@@ -26,7 +26,7 @@ LONG = Sampling(max_new_tokens=120, seed=4, ignore_eos=True)
 
 async def tokens_made(engine: TorchEngine, count: int) -> None:
     """Wait until the engine has made so many tokens in all."""
-    while engine.load().tokens_total < count:
+    while engine.load().tokens_total < count:  # noqa: ASYNC110 - the engine tells nobody
         await asyncio.sleep(0.002)
 
 

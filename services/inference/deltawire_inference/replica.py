@@ -286,8 +286,8 @@ class Replica:
             self.state = state
 
     def _failed(self, error: Exception) -> None:
-        self._failures += 1
         waits = isinstance(error, ObjectMissing) and self.engine.version is None
+        self._failures += not waits
         text = f"{type(error).__name__}: {error}"
         if text != self.last_error and not waits:
             log.warning("update failed", extra={"reason": text, "version": self.engine.version})
