@@ -33,8 +33,8 @@ def tiny_llama(seed: int = 0) -> LlamaForCausalLM:
 
 @pytest.fixture
 def policy() -> Policy:
-    """An exact (no autocast) policy over the tiny model."""
-    return Policy(tiny_llama(), autocast=False)
+    """An exact (full precision) policy over the tiny model."""
+    return Policy(tiny_llama())
 
 
 MakeSample = Callable[..., TrainingSample]

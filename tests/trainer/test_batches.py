@@ -83,7 +83,7 @@ def build(drawn: list[tuple[list[int], int, bool]]) -> list[TrainingSample]:
 def test_packed_logprobs_equal_those_of_separate_forwards(
     drawn: list[tuple[list[int], int, bool]], budget: int
 ) -> None:
-    policy = Policy(tiny_llama(), autocast=False, temperature=0.7)
+    policy = Policy(tiny_llama(), temperature=0.7)
     samples = build(drawn)
 
     found: dict[str, torch.Tensor] = {}

@@ -64,7 +64,7 @@ class Checkpoints:
         """
         target = self.folder / f"step_{step:06d}"
         scratch = self.folder / f".{target.name}.tmp"
-        masters = policy.named_masters()
+        masters = policy.masters
         moments, adam_step = _moments(masters, optimizer)
         state = CheckpointState(
             run_id=run_id,
@@ -99,10 +99,11 @@ class Checkpoints:
             state = CheckpointState.model_validate_json((path / _STATE).read_text())
             weights = load_file(path / _MODEL)
             moments = load_file(path / _OPTIMIZER)
-            masters = policy.named_masters()
+            masters = policy.masters
             with torch.no_grad():
                 for name, master in masters.items():
                     master.copy_(weights[name])
+            policy.refresh()
             _put_moments(masters, optimizer, moments, state.adam_step)
             torch.set_rng_state(torch.tensor(list(bytes.fromhex(state.rng)), dtype=torch.uint8))
         except (OSError, KeyError, ValueError, RuntimeError, ValidationError) as error:

@@ -24,6 +24,11 @@ from deltawire_trainer.samples import TrainingSample
 from deltawire_trainer.staleness import effective_sample_size, mismatch_kl
 
 
+_CPU_TOKENS = 1024
+"""Longest packed row on a CPU: beyond it the quadratic part of attention outgrows what sharing
+prefixes saves, and a smaller micro-batch costs nothing more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gradient:
     """What `accumulate` found; the gradient itself lies in the parameters."""
@@ -79,9 +84,10 @@ class Learner:
         self._algorithm = ALGORITHMS[spec.algorithm]
         self._max_tokens = max_tokens
         self._reference = reference
-        self._budget = Budget(
-            tokens=spec.tokens_per_microbatch, share_prefixes=policy.shares_prefixes
-        )
+        longest = spec.tokens_per_microbatch
+        if policy.device.type == "cpu":
+            longest = min(longest, _CPU_TOKENS)
+        self._budget = Budget(tokens=longest, share_prefixes=policy.shares_prefixes)
 
     def accumulate(self, samples: Sequence[TrainingSample], *, live_version: int) -> Gradient:
         """Leave the gradient of the step's loss in the parameters."""
@@ -111,11 +117,12 @@ class Learner:
         set_learning_rate(self.optimizer, lr)
         grad_norm, applied = 0.0, False
         if gradient.signal:
-            parameters = list(self.policy.model.parameters())
-            grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, self._spec.max_grad_norm))
+            masters = list(self.policy.masters.values())
+            grad_norm = float(torch.nn.utils.clip_grad_norm_(masters, self._spec.max_grad_norm))
             applied = math.isfinite(grad_norm)
             if applied:
                 self.optimizer.step()
+                self.policy.refresh()
         self.optimizer.zero_grad(set_to_none=True)
         took = time.perf_counter() - started
         return Update(lr=lr, grad_norm=grad_norm, applied=applied, optimizer_s=took)
@@ -160,6 +167,7 @@ class Learner:
             values = values - spec.entropy_coef * logprobs.entropy
         loss = self._algorithm.reduce(values, batch.sample_index, len(batch.samples), totals)
         loss.backward()
+        self.policy.collect_gradients()
         tally.log_ratio.append(policy_logprobs.detach() - batch.behaviour_logprobs)
         tally.versions.append(batch.versions)
         tally.weights.append(correction.weights)

@@ -223,7 +223,7 @@ class TrainingLoop:
         self._close_evaluation()
         await self.publishing.settled()
         publisher = self._run.publisher
-        pending = await self._compute(publisher.diff, self._named_masters())
+        pending = await self._compute(publisher.diff, self._run.policy.working.items())
         self.version, self._steps_since_sync = int(pending.version), 0
         step = self.step
 
@@ -362,9 +362,6 @@ class TrainingLoop:
                 self.waits_for = "streams"
                 log.warning("streams away", extra={"reason": str(error)})
                 await asyncio.sleep(_PATIENCE_S)
-
-    def _named_masters(self) -> list[tuple[str, torch.Tensor]]:
-        return list(self._run.policy.named_masters().items())
 
     def _stand(self, *, in_flight: int, taken: int = 0) -> None:
         self.feeder.stand_at(

@@ -5,6 +5,8 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from deltawire.job.spec import JobSpec
 from deltawire.protocol.errors import SettingsError
 from deltawire.store.base import Store
@@ -94,10 +96,16 @@ def open_run(settings: TrainerSettings, job: JobSpec, store: Store) -> OpenRun:
     )
 
 
+def working_dtype(job: JobSpec) -> torch.dtype:
+    """bf16 where that is what is published; other dtypes are computed in full precision."""
+    mixed = job.train.autocast and job.model.dtype == "bfloat16"
+    return torch.bfloat16 if mixed else torch.float32
+
+
 def _load_policy(base: Path, job: JobSpec) -> Policy:
     return Policy.load(
         base,
-        autocast=job.train.autocast,
+        working_dtype=working_dtype(job),
         temperature=job.sampling.temperature,
         gradient_checkpointing=job.train.gradient_checkpointing,
     )
@@ -106,7 +114,7 @@ def _load_policy(base: Path, job: JobSpec) -> Policy:
 def _open_publisher(
     settings: TrainerSettings, job: JobSpec, store: Store, policy: Policy, base: Path
 ) -> Publisher:
-    everything = list(policy.named_masters().items())
+    everything = list(policy.working.items())
     tied = [(name, policy.model.get_parameter(name)) for name in policy.tied()]
     return Publisher.open(
         store,

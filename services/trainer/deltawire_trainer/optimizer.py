@@ -10,7 +10,7 @@ from deltawire_trainer.policy import Policy
 
 def build_optimizer(policy: Policy, spec: TrainSpec) -> torch.optim.AdamW:
     """AdamW; weight decay on matrices only."""
-    masters = [p for p in policy.named_masters().values() if p.requires_grad]
+    masters = [p for p in policy.masters.values() if p.requires_grad]
     matrices = [p for p in masters if p.dim() >= 2]
     vectors = [p for p in masters if p.dim() < 2]
     groups = [

@@ -1,11 +1,11 @@
-"""The policy being trained: fp32 master weights, their published view, and their logprobs.
+"""The policy being trained: fp32 masters, a working copy that computes, and logprobs.
 
-Names and order are those of the model's parameters with tied weights once; that order is the
-layout of the run. What is published is the masters rounded to the published dtype, which is also
-what autocast multiplies with, so trainer and replicas compute with the same numbers.
+The working copy holds the masters rounded to the published dtype: the very numbers that replicas
+sample with, so importance ratios measure the policy and not the arithmetic, and nothing is cast in
+a forward. Its gradients are added to the masters' in fp32. In full precision the two are one.
+Names and order are those of the model's parameters with tied weights once: the layout of the run.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,52 +26,80 @@ class Logprobs:
 
 
 class Policy:
-    """A causal language model with fp32 masters."""
+    """A causal language model under training."""
 
     def __init__(
-        self, model: PreTrainedModel, *, autocast: bool = True, temperature: float = 1.0
+        self,
+        model: PreTrainedModel,
+        *,
+        working_dtype: torch.dtype = torch.float32,
+        temperature: float = 1.0,
     ) -> None:
-        self.model = model
-        self.autocast = autocast
+        """`model` gives the weights of version 0, and becomes the working copy."""
+        names = dict(model.named_parameters())
+        copies = working_dtype != torch.float32
+        self.masters: dict[str, torch.nn.Parameter] = {
+            name: torch.nn.Parameter(weight.detach().float().clone()) if copies else weight
+            for name, weight in names.items()
+        }
+        """Every fp32 master by name in layout order, tied weights once."""
+        self.model = model.to(working_dtype)
+        self.working: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
+        """The weights that compute and are published, under the same names."""
         self.temperature = temperature or 1.0
         """That of sampling; logprobs are those of the distribution sampled from."""
 
     @classmethod
     def load(
-        cls, folder: Path, *, autocast: bool, temperature: float, gradient_checkpointing: bool
+        cls,
+        folder: Path,
+        *,
+        working_dtype: torch.dtype,
+        temperature: float,
+        gradient_checkpointing: bool,
     ) -> "Policy":
-        """Read a model folder into fp32 masters, exactly."""
+        """Read a model folder, exactly."""
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
         )
         if gradient_checkpointing:
             model.gradient_checkpointing_enable()
         model.train()
-        return cls(model, autocast=autocast, temperature=temperature)
+        return cls(model, working_dtype=working_dtype, temperature=temperature)
 
     @property
     def device(self) -> torch.device:
-        """Where the masters are."""
-        device: torch.device = next(self.model.parameters()).device
-        return device
+        """Where the weights are."""
+        return next(iter(self.masters.values())).device
 
     @property
     def vocabulary(self) -> int:
         """Number of token ids the model can read."""
         return int(self.model.get_input_embeddings().num_embeddings)
 
-    def named_masters(self) -> dict[str, torch.nn.Parameter]:
-        """Every parameter by name in layout order, tied weights once."""
-        return dict(self.model.named_parameters())
+    @torch.no_grad()
+    def collect_gradients(self) -> None:
+        """Add the working copy's gradients to the masters', and clear them."""
+        for name, master in self.masters.items():
+            weight = self.working[name]
+            if weight is master or weight.grad is None:
+                continue
+            if master.grad is None:
+                master.grad = weight.grad.float()
+            else:
+                master.grad.add_(weight.grad)
+            weight.grad = None
 
-    def published(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """The masters as replicas see them: rounded, one at a time, in layout order."""
-        for name, master in self.named_masters().items():
-            yield name, master.detach().to(dtype)
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """The masters changed: round them into the working copy."""
+        for name, master in self.masters.items():
+            if self.working[name] is not master:
+                self.working[name].copy_(master)
 
     def tied(self) -> dict[str, str]:
         """Name that is not in the layout -> name that holds its data."""
-        owner = {id(p): name for name, p in self.named_masters().items()}
+        owner = {id(p): name for name, p in self.working.items()}
         everything = self.model.named_parameters(remove_duplicate=False)
         return {name: owner[id(p)] for name, p in everything if owner[id(p)] != name}
 
@@ -102,14 +130,13 @@ class Policy:
 
     def _logits(self, batch: PackedBatch) -> torch.Tensor:
         """[R, vocabulary] float32 (or wider) logits of the rows that predict a trained token."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
-            output = self.model(
-                input_ids=batch.input_ids,
-                position_ids=batch.position_ids,
-                attention_mask=batch.attention_mask,
-                logits_to_keep=batch.rows,
-                use_cache=False,
-            )
+        output = self.model(
+            input_ids=batch.input_ids,
+            position_ids=batch.position_ids,
+            attention_mask=batch.attention_mask,
+            logits_to_keep=batch.rows,
+            use_cache=False,
+        )
         logits: torch.Tensor = output.logits[0]
         return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
 

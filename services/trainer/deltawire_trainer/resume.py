@@ -101,15 +101,15 @@ def adopt_head(publisher: Publisher, policy: Policy) -> int:
 
     A master that already rounds to the published value keeps its finer one.
     """
-    pending = publisher.diff(policy.named_masters().items())
-    masters = policy.named_masters()
+    pending = publisher.diff(policy.working.items())
     with torch.no_grad():
         for patch in pending.patches:
             assert patch.old is not None  # a diff always records what was published
-            flat = masters[patch.name].view(-1)
+            flat = policy.masters[patch.name].view(-1)
             index = torch.from_numpy(patch.indices.astype(np.int64)).to(flat.device)
             published = tensor_of(patch.old, publisher.layout[patch.name].dtype)
             flat[index] = published.to(device=flat.device, dtype=flat.dtype)
+    policy.refresh()
     publisher.discard(pending)
     log.info("head adopted", extra={"version": publisher.version, "changed": pending.changed})
     return pending.changed
