@@ -61,18 +61,20 @@ class HttpPolicy:
         urls: Sequence[str],
         *,
         token: SecretStr | None = None,
+        headers: Mapping[str, str] | None = None,
         patience_s: float = 600.0,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`patience_s`: how long to try before giving up on all replicas; an episode's deadline
-        may end it sooner."""
+        """`headers` replace ours of the same name: a Hub token for a private Space's proxy.
+        `patience_s`: how long to try before giving up on all replicas; an episode's deadline may
+        end it sooner."""
         if not urls:
             raise ValueError("an HttpPolicy needs the URL of at least one replica")
         self._replicas = [_Replica(url) for url in urls]
         self._homes: dict[str, _Replica] = {}
         self._patience_s = patience_s
         self._http = httpx.AsyncClient(
-            headers=token_headers(token),
+            headers={**token_headers(token), **(headers or {})},
             timeout=httpx.Timeout(_LONGEST_GENERATION_S, connect=_CONNECT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             transport=transport,

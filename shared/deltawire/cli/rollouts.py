@@ -1,0 +1,191 @@
+"""`deltawire rollouts`: look at what was trained on, from a run folder or a running trainer."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+from pydantic import SecretStr, ValidationError
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from deltawire.control.client import token_headers
+from deltawire.protocol.errors import MalformedMessage, MalformedObject, RemoteError, SettingsError
+from deltawire.protocol.rollouts import Rollout, RolloutGroup, Sequence
+
+_TIMEOUT_S = 20.0
+_STATUS_STYLE = {"ok": "green", "truncated": "yellow", "error": "red"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """A rollout and the step that trained on it."""
+
+    step: int
+    rollout: Rollout
+
+
+def show_rollouts(source: str, *, show: str, limit: int, status: str, as_json: bool) -> int:
+    """Print a table, or one rollout in full. 0 when there was something to show."""
+    remote = source.startswith(("http://", "https://"))
+    output: RenderableType
+    if show:
+        found = _fetched(source, show) if remote else _read(Path(source), show)
+        output = whole(found, None if remote else tokenizer_of(Path(source)))
+        data: object = found.rollout.model_dump(mode="json")
+    else:
+        rows = _summaries(source, limit) if remote else _newest(Path(source), limit, status)
+        rows = [row for row in rows if not status or row["status"] == status]
+        output, data = overview(rows), rows
+    console = Console()
+    if as_json:
+        console.print_json(json.dumps(data))
+    else:
+        console.print(output)
+    return 0
+
+
+def overview(rows: list[dict[str, Any]]) -> Table:
+    """One line a rollout."""
+    table = Table("rollout", "step", "reward", "status", "tokens", "versions", "facts")
+    for row in rows:
+        facts = "  ".join(f"{name}={value}" for name, value in row["info"].items())
+        table.add_row(
+            Text(row["rollout_id"]),
+            str(row["step"]),
+            f"{row['reward']:.3f}",
+            Text(row["status"], style=_STATUS_STYLE.get(row["status"], "")),
+            str(row["tokens"]),
+            f"{row['oldest_version']}..{row['newest_version']}",
+            Text(facts, overflow="ellipsis", no_wrap=True),
+        )
+    return table
+
+
+def whole(seen: Seen, tokenizer: Any | None) -> Text:
+    """Everything of one rollout. Sampled tokens are bold, what was only read is dim."""
+    rollout = seen.rollout
+    text = Text()
+    text.append(f"{rollout.rollout_id}  step {seen.step}  reward {rollout.reward:.3f}  ")
+    text.append(rollout.status, style=_STATUS_STYLE.get(rollout.status, ""))
+    text.append(f"  {rollout.reason}\n" if rollout.reason else "\n")
+    parts = {**rollout.reward_parts, **rollout.metrics}
+    text.append("  ".join(f"{name}={value:.3g}" for name, value in parts.items()) + "\n")
+    times = "  ".join(f"{name} {value:.2f} s" for name, value in rollout.timings_s.items())
+    text.append(f"{times}\nreplica {rollout.replica_id}  {rollout.environment_id}\n")
+    for sequence in rollout.sequences:
+        spans = ", ".join(f"v{s.version}: {s.start}..{s.end}" for s in sequence.spans)
+        text.append(f"\n-- {sequence.agent}  reward {sequence.reward:.3f}  {spans}\n")
+        text.append_text(_tokens(sequence, tokenizer))
+    return text
+
+
+def _tokens(sequence: Sequence, tokenizer: Any | None) -> Text:
+    text, start = Text(), 0
+    mask = sequence.loss_mask
+    for end in range(1, len(mask) + 1):
+        if end == len(mask) or mask[end] != mask[start]:
+            ids = sequence.token_ids[start:end]
+            shown = (
+                " ".join(map(str, ids))
+                if tokenizer is None
+                else tokenizer.decode(ids, skip_special_tokens=False)
+            )
+            text.append(shown, style="bold cyan" if mask[start] else "dim")
+            start = end
+    return text.append("\n")
+
+
+def tokenizer_of(folder: Path) -> Any | None:
+    """The tokenizer in the run's own bucket, when it lies in the run folder."""
+    from deltawire.rollout.tokenizer import ChatTokenizer
+
+    for found in sorted(folder.glob("bucket/**/model/tokenizer.json")):
+        try:
+            return ChatTokenizer.from_folder(found.parent)
+        except MalformedObject:
+            continue
+    return None
+
+
+# -- a run folder ---------------------------------------------------------------------------------
+
+
+def _newest(folder: Path, limit: int, status: str) -> list[dict[str, Any]]:
+    rows = []
+    for seen in _recorded(folder):
+        if not status or seen.rollout.status == status:
+            rows.append(_summary(seen))
+        if len(rows) == limit:
+            break
+    return rows
+
+
+def _read(folder: Path, rollout_id: str) -> Seen:
+    for seen in _recorded(folder):
+        if seen.rollout.rollout_id == rollout_id:
+            return seen
+    raise SettingsError(f"no rollout {rollout_id!r} in {folder}; list them without --show")
+
+
+def _recorded(folder: Path) -> Iterator[Seen]:
+    """All rollouts on disk, newest step first."""
+    files = sorted(folder.glob("rollouts/step_*.jsonl"), reverse=True)
+    if not files:
+        raise SettingsError(f"{folder} holds no rollouts; name a run folder or a trainer's URL")
+    for path in files:
+        step = int(path.stem.removeprefix("step_"))
+        for line in path.read_text().splitlines():
+            try:
+                group = RolloutGroup.model_validate_json(line)
+            except ValidationError as error:
+                raise MalformedMessage(f"{path}: not a rollout group: {error}") from error
+            yield from (Seen(step=step, rollout=rollout) for rollout in group.rollouts)
+
+
+def _summary(seen: Seen) -> dict[str, Any]:
+    rollout = seen.rollout
+    return {
+        "rollout_id": rollout.rollout_id,
+        "step": seen.step,
+        "reward": rollout.reward,
+        "status": rollout.status,
+        "tokens": sum(sum(sequence.loss_mask) for sequence in rollout.sequences),
+        "oldest_version": rollout.oldest_version,
+        "newest_version": rollout.newest_version,
+        "info": rollout.info,
+    }
+
+
+# -- a trainer ------------------------------------------------------------------------------------
+
+
+def _summaries(url: str, limit: int) -> list[dict[str, Any]]:
+    answer: list[dict[str, Any]] = _get(url, f"/rollouts?limit={min(limit, 512)}")
+    return answer
+
+
+def _fetched(url: str, rollout_id: str) -> Seen:
+    answer = _get(url, f"/rollouts/{quote(rollout_id)}")
+    try:
+        rollout = Rollout.model_validate(answer["rollout"])
+        return Seen(step=int(answer["summary"]["step"]), rollout=rollout)
+    except (KeyError, TypeError, ValueError) as error:
+        raise RemoteError(url, status=200, detail=f"not a rollout: {error}") from error
+
+
+def _get(url: str, path: str) -> Any:
+    token = os.environ.get("DELTAWIRE_TOKEN")
+    headers = token_headers(SecretStr(token) if token else None)
+    try:
+        response = httpx.get(url.rstrip("/") + path, headers=headers, timeout=_TIMEOUT_S)
+        if response.is_error:
+            raise RemoteError(url, status=response.status_code, detail=response.text[:300])
+        return response.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise RemoteError(url, status=0, detail=f"{type(error).__name__}: {error}") from error
