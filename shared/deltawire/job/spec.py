@@ -54,6 +54,7 @@ class TrainSpec(WireModel):
     max_staleness: int = Field(2, ge=0)
     correction: Literal[
         "none",
+        "clip",
         "token_truncate",
         "token_mask",
         "sequence_truncate",
