@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from deltawire.cli.rollout_commands import rollouts, worker
 from deltawire.protocol.errors import DeltawireError
 
 app = typer.Typer(
@@ -64,6 +65,10 @@ def status(
     from deltawire.cli.status import show_status
 
     raise typer.Exit(show_status(urls, as_json=as_json))
+
+
+app.command()(worker)
+app.command()(rollouts)
 
 
 def main() -> None:
