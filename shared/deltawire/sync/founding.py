@@ -10,7 +10,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from deltawire.codec.diff import Shadow
+from deltawire.codec.bits import BitArray
+from deltawire.codec.digest import Digest
 from deltawire.codec.patch import Layout
 from deltawire.protocol.chain import Head, ModelFile, RunManifest
 from deltawire.protocol.errors import LayoutMismatch, ObjectExists, ObjectMissing, StoreError
@@ -20,6 +21,7 @@ from deltawire.store.base import Store
 from deltawire.sync.follower import Follower, sha256_of
 from deltawire.sync.heads import as_bytes
 from deltawire.sync.ledger import Ledger
+from deltawire.sync.published import WholeBits
 from deltawire.sync.replay import empty_tensors, replay
 from deltawire.sync.upload import upload_anchor
 
@@ -27,8 +29,10 @@ from deltawire.sync.upload import upload_anchor
 def found_run(
     store: Store,
     ledger: Ledger,
-    shadow: Shadow,
+    bits: Mapping[str, BitArray],
     *,
+    layout: Layout,
+    digest: Digest,
     tied: Mapping[str, str],
     base_model: str,
     model_files: Mapping[str, Path],
@@ -39,8 +43,8 @@ def found_run(
     manifest = RunManifest(
         run_id=run_id,
         base_model=base_model,
-        layout_digest=shadow.layout.digest,
-        tensors=shadow.layout.specs,
+        layout_digest=layout.digest,
+        tensors=layout.specs,
         tied=dict(tied),
         model_files=[_model_file(name, path) for name, path in sorted(model_files.items())],
         created_at=time.time(),
@@ -51,11 +55,11 @@ def found_run(
         anchor = ledger.under_free_key(
             lambda epoch: upload_anchor(
                 store,
-                dict(shadow.named_bits()),
-                layout=shadow.layout,
+                bits,
+                layout=layout,
                 version=BASE_VERSION,
                 run_id=run_id,
-                digest=shadow.digest(),
+                digest=digest,
                 epoch=epoch,
                 packed=anchor_packed,
                 folder=Path(folder),
@@ -82,18 +86,18 @@ def check_same_model(store: Store, run_id: str, layout: Layout) -> None:
         )
 
 
-def restored_shadow(store: Store, head: Head, guess: Shadow) -> Shadow:
+def restored_bits(store: Store, head: Head, guess: WholeBits) -> WholeBits:
     """The published bits of the head: the trainer's own weights if their digest says so, else by
     replaying the chain from the store."""
+    if str(guess.digest()) == head.link_digest(head.version):
+        return guess
+    tensors = empty_tensors(guess.layout)
     with tempfile.TemporaryDirectory(prefix="deltawire-restore-") as folder:
         follower = Follower(store, head.run_id, Path(folder))
-        if str(guess.digest()) == head.link_digest(head.version):
-            return guess
         follower.head()
-        tensors = empty_tensors(guess.layout)
         objects = follower.fetch(follower.route(None, head.version))
         replay(objects, tensors, run_id=head.run_id)
-    return Shadow(guess.layout, dict(tensors.named_bits()))
+    return WholeBits(guess.layout, dict(tensors.named_bits()))
 
 
 def _model_file(name: str, path: Path) -> ModelFile:

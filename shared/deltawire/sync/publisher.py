@@ -12,12 +12,10 @@ Anchors are written beside training: a snapshot of the published bits (taken whi
 memory until the upload ends) goes up in the background, one at a time.
 """
 
-import logging
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -25,25 +23,24 @@ from typing import Self
 import torch
 
 from deltawire.codec.bits import BitArray
-from deltawire.codec.diff import Shadow
 from deltawire.codec.digest import Digest
-from deltawire.codec.encode import Encoding, encode_delta
+from deltawire.codec.encode import EncodeReport, Encoding, encode_delta
 from deltawire.codec.patch import Layout, SparsePatch
 from deltawire.protocol.chain import Head, Link
 from deltawire.protocol.control import SyncRecord
-from deltawire.protocol.errors import DeltawireError, Fenced, StoreUnavailable
+from deltawire.protocol.errors import StoreUnavailable
 from deltawire.protocol.header import ObjectHeader
-from deltawire.protocol.layout import ObjectKind, in_run, object_key
+from deltawire.protocol.layout import ObjectKind
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.store.base import Store
-from deltawire.sync.cadence import Cadence, anchor_due
+from deltawire.sync.background import Background
+from deltawire.sync.cadence import Cadence
 from deltawire.sync.fence import OwnerFile, new_owner
-from deltawire.sync.founding import check_same_model, found_run, restored_shadow
+from deltawire.sync.founding import check_same_model, found_run, restored_bits
 from deltawire.sync.ledger import Ledger
-from deltawire.sync.retention import GRACE_S, plan_links, plan_sweep
-from deltawire.sync.upload import upload_anchor, upload_object
-
-log = logging.getLogger(__name__)
+from deltawire.sync.published import PublishedBits, WholeBits
+from deltawire.sync.retention import GRACE_S
+from deltawire.sync.upload import upload_object
 
 KEEP_VERSIONS = 64
 """A replica this far behind still finds a way by deltas."""
@@ -75,28 +72,37 @@ class Publisher:
         self,
         store: Store,
         ledger: Ledger,
-        shadow: Shadow,
+        bits: PublishedBits,
         *,
         encoding: Encoding,
         cadence: Cadence,
         anchor_packed: bool,
         keep_versions: int,
-        owner_file: OwnerFile | None,
+        skip_levels: Sequence[int] = (),
+        owner_file: OwnerFile | None = None,
     ) -> None:
         self.store = store
         self._ledger = ledger
-        self._shadow = shadow
-        self._digest = shadow.digest()
-        self._encoding, self._cadence, self._packed = encoding, cadence, anchor_packed
-        self._keep_versions = keep_versions
+        self._bits = bits
+        self._digest = bits.digest()
+        self._encoding = encoding
+        self._link_bytes_per_s: float | None = None
         self._owner_file = owner_file
         self._work = tempfile.TemporaryDirectory(prefix="deltawire-publish-")
+        self._background = Background(
+            store,
+            ledger,
+            bits.layout,
+            work=Path(self._work.name),
+            cadence=cadence,
+            packed=anchor_packed,
+            keep_versions=keep_versions,
+            skip_levels=skip_levels,
+            encoding=encoding,
+        )
         self._turn = threading.Condition()
         self._pending: PendingDelta | None = None
         self._unsettled: Digest | None = None
-        self._anchors = ThreadPoolExecutor(1, thread_name_prefix="anchor")
-        self._anchor: Future[None] | None = None
-        self._anchor_version = ledger.head.version
 
     @classmethod
     def open(
@@ -112,14 +118,18 @@ class Publisher:
         anchor_every: int | None = None,
         anchor_packed: bool = True,
         keep_versions: int = KEEP_VERSIONS,
+        skip_levels: Sequence[int] = (),
         owner_file: Path | None = None,
         take_over: bool = False,
     ) -> Self:
         """Found a run (run.json, model files, anchor 0) or go on with one.
 
-        fp32 tensors are masters and are published as `master_dtype`. A run that exists is gone on
-        with when `owner_file` is the one it was founded with, or with `take_over`; its head need
-        not equal the tensors given: the next diff is taken against what was really published.
+        fp32 tensors are masters and are published as `master_dtype`. `skip_levels` (say (4, 16))
+        also publishes merged files that lead over so many versions at once.
+
+        A run that exists is gone on with when `owner_file` is the one it was founded with, or with
+        `take_over`; its head need not equal the tensors given: the next diff is taken against what
+        was really published.
         Raises Fenced when the run is another trainer's, LayoutMismatch for another model.
         """
         held = OwnerFile(owner_file) if owner_file is not None else None
@@ -129,18 +139,19 @@ class Publisher:
             owner = held.owner if held is not None else new_owner()
             check_same_model(store, run_id, layout)
             ledger = Ledger.open(store, run_id, owner=owner, take_over=take_over)
-            shadow = Shadow.of(tensors, layout)
-            files = dict(model_files or {})
+            bits = WholeBits.holding(tensors, layout)
             if ledger.head.links:
-                shadow = restored_shadow(store, ledger.head, shadow)
+                bits = restored_bits(store, ledger.head, bits)
             else:
                 found_run(
                     store,
                     ledger,
-                    shadow,
+                    dict(bits.named_bits()),
+                    layout=layout,
+                    digest=bits.digest(),
                     tied=tied,
                     base_model=base_model,
-                    model_files=files,
+                    model_files=dict(model_files or {}),
                     anchor_packed=anchor_packed,
                 )
         except BaseException:
@@ -150,11 +161,12 @@ class Publisher:
         return cls(
             store,
             ledger,
-            shadow,
+            bits,
             encoding=encoding,
             cadence=Cadence(every=anchor_every),
             anchor_packed=anchor_packed,
             keep_versions=keep_versions,
+            skip_levels=skip_levels,
             owner_file=held,
         )
 
@@ -181,7 +193,7 @@ class Publisher:
     @property
     def layout(self) -> Layout:
         """The run's tensors, in order."""
-        return self._shadow.layout
+        return self._bits.layout
 
     def diff(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> PendingDelta:
         """What changed since the last committed version. One pass over the weights.
@@ -189,11 +201,10 @@ class Publisher:
         Waits while the version before is still on its way. Raises StoreUnavailable when it is
         still unknown whether that one was committed, LayoutMismatch for other tensors.
         """
-        started = time.perf_counter()
         with self._turn:
-            self._turn.wait_for(lambda: self._pending is None or self._unsettled is not None)
-            self._settle()
-            patches = self._shadow.diff(named_tensors)
+            self._wait_for_turn()
+            started = time.perf_counter()
+            patches = self._bits.diff(named_tensors)
             base = self._ledger.head.version
             self._pending = PendingDelta(
                 version=PolicyVersion(base + 1),
@@ -203,6 +214,12 @@ class Publisher:
                 diff_s=time.perf_counter() - started,
             )
             return self._pending
+
+    def settled(self) -> None:
+        """Return when no version is on its way. Raises StoreUnavailable when it is not known
+        whether the last one was committed."""
+        with self._turn:
+            self._wait_for_turn()
 
     def commit(self, pending: PendingDelta) -> Published:
         """Encode, upload, commit. The version is visible when this returns, and not before.
@@ -230,7 +247,7 @@ class Publisher:
         except BaseException:
             self._discard()
             raise
-        self._advance(new_digest)
+        self._advance(pending, new_digest)
         now = time.perf_counter()
         record = _record(pending, link, self.layout).model_copy(
             update={
@@ -256,35 +273,37 @@ class Publisher:
 
         What crashed trainers left half done and what retention unlinked. Returns the keys.
         """
-        head = self._ledger.head
-        listing = self.store.list(in_run(head.run_id, ""))
-        left = plan_sweep(
-            listing, head, now_s=time.time(), grace_s=grace_s, arriving=self._arriving(head)
-        )
-        self.store.delete([info.key for info in left])
-        return [info.key for info in left]
+        return self._background.sweep(grace_s=grace_s)
 
-    def finish(self) -> Head:
-        """A last anchor, so that joiners of a finished run need one object; state `finished`."""
-        with self._turn:
-            self._turn.wait_for(lambda: self._pending is None or self._unsettled is not None)
-            self._settle()
+    @property
+    def anchor_due(self) -> bool:
+        """Whether the newest version still needs an anchor, where no snapshot could be taken."""
+        return self._background.anchor_due
+
+    def start_anchor(self, bits: Mapping[str, BitArray]) -> None:
+        """Write an anchor of the newest version in the background, from its bits."""
+        self._background.start_anchor(bits, self._digest)
+
+    def finish(self, bits: Mapping[str, BitArray] | None = None) -> Head:
+        """A last anchor, so that joiners of a finished run need one object; state `finished`.
+
+        `bits` are the newest version's, where this process does not hold them.
+        """
+        self.settled()
         self.wait_for_anchor()
-        newest = max(
-            (link.version for link in self.head.links if link.kind is ObjectKind.ANCHOR), default=-1
-        )
-        if newest < self.version:
-            self._write_anchor(self.version, dict(self._shadow.named_bits()), self._digest)
+        anchors = [link.version for link in self.head.links if link.kind is ObjectKind.ANCHOR]
+        last = bits if bits is not None else self._bits.snapshot()
+        if max(anchors, default=-1) < self.version and last is not None:
+            self._background.write_anchor(self.version, last, self._digest)
         return self._ledger.write(state="finished")
 
     def wait_for_anchor(self) -> None:
-        """Return when no anchor is on its way."""
-        if self._anchor is not None:
-            self._anchor.result()
+        """Return when neither an anchor nor a skip file is on its way."""
+        self._background.wait()
 
     def close(self) -> None:
-        """Stop background work and let go of the owner file. The store is the caller's."""
-        self._anchors.shutdown(wait=True)
+        """Finish background work and let go of the owner file. The store is the caller's."""
+        self._background.close()
         self._work.cleanup()
         if self._owner_file is not None:
             self._owner_file.close()
@@ -301,6 +320,23 @@ class Publisher:
         """The encode and upload phases: (link, digest after it, seconds of each)."""
         begun = time.perf_counter()
         new_digest = self._digest.updated(pending.patches, self.layout)
+        path = folder / "delta.safetensors"
+        report = self._encode(pending, path, new_digest)
+        encoded = time.perf_counter()
+        bits = self._bits.snapshot() if report.larger_than_anchor else None
+        if bits is not None:
+            link = self._background.upload_anchor(pending.version, bits, new_digest)
+        else:
+            link = self._ledger.under_free_key(
+                lambda epoch: upload_object(
+                    self.store, path, report.header, kind=ObjectKind.DELTA, epoch=epoch
+                )
+            )
+        upload_s = time.perf_counter() - encoded
+        self._link_bytes_per_s = link.bytes / max(upload_s, 1e-9)
+        return link, new_digest, encoded - begun, upload_s
+
+    def _encode(self, pending: PendingDelta, path: Path, new_digest: Digest) -> EncodeReport:
         header = ObjectHeader(
             sparse=True,
             model_version=pending.version,
@@ -309,110 +345,44 @@ class Publisher:
             base_digest=str(self._digest),
             new_digest=str(new_digest),
         )
-        path = folder / "delta.safetensors"
-        report = encode_delta(
+        return encode_delta(
             pending.patches,
             header,
             path,
             layout=self.layout,
             encoding=self._encoding,
-            base=self._shadow.before(pending.patches),
+            base=self._bits.before(pending.patches),
+            link_bytes_per_s=self._link_bytes_per_s,
         )
-        encoded = time.perf_counter()
-        if report.larger_than_anchor:
-            bits = dict(self._shadow.named_bits())
-            link = self._upload_anchor(pending.version, bits, new_digest, folder)
+
+    def _wait_for_turn(self) -> None:
+        """Until no version is on its way and it is known what became of the last one."""
+        self._turn.wait_for(lambda: self._pending is None or self._unsettled is not None)
+        if self._unsettled is None or self._pending is None:
+            return
+        if self._ledger.settle().version == self._pending.version:
+            self._advance(self._pending, self._unsettled)
         else:
-            link = self._ledger.under_free_key(
-                lambda epoch: upload_object(
-                    self.store, path, report.header, kind=ObjectKind.DELTA, epoch=epoch
-                )
-            )
-        return link, new_digest, encoded - begun, time.perf_counter() - encoded
+            self._discard()
 
-    def _arriving(self, head: Head) -> set[str]:
-        """Keys that this publisher may be uploading now."""
-        ahead = [(kind, head.version + 1) for kind in (ObjectKind.DELTA, ObjectKind.ANCHOR)]
-        behind = [(ObjectKind.ANCHOR, self._anchor_version)]
-        epoch = self._ledger.claim.epoch
-        return {object_key(kind, v, epoch=epoch) for kind, v in ahead + behind}
-
-    def _advance(self, new_digest: Digest) -> None:
+    def _advance(self, pending: PendingDelta, new_digest: Digest) -> None:
         """The version is committed. An anchor of it is begun before the next diff may run."""
         with self._turn:
-            self._shadow.commit()
+            self._bits.commit()
             self._digest = new_digest
             self._pending = self._unsettled = None
-            self._start_anchor_if_due()
+            self._background.add_delta(pending.version, pending.patches)
+            if self.anchor_due and (bits := self._bits.snapshot()) is not None:
+                self.start_anchor(bits)
             self._turn.notify_all()
 
     def _discard(self) -> None:
         """The version failed: take the shadow back, and leave its keys behind."""
         with self._turn:
-            self._shadow.rollback()
+            self._bits.rollback()
             self._ledger.raise_epoch()
             self._pending = self._unsettled = None
             self._turn.notify_all()
-
-    def _settle(self) -> None:
-        """After a commit whose answer was lost: look, and take it as committed or as failed."""
-        if self._unsettled is None or self._pending is None:
-            return
-        if self._ledger.settle().version == self._pending.version:
-            self._advance(self._unsettled)
-        else:
-            self._discard()
-
-    def _start_anchor_if_due(self) -> None:
-        head = self._ledger.head
-        running = self._anchor is not None and not self._anchor.done()
-        if running or not anchor_due(head.links, version=head.version, cadence=self._cadence):
-            return
-        bits = {name: held.copy() for name, held in self._shadow.named_bits()}
-        self._anchor_version = head.version
-        self._anchor = self._anchors.submit(
-            self._background_anchor, head.version, bits, self._digest
-        )
-
-    def _background_anchor(
-        self, version: PolicyVersion, bits: Mapping[str, BitArray], digest: Digest
-    ) -> None:
-        """Border of the background thread: a failed anchor is due again after the next version."""
-        try:
-            self._write_anchor(version, bits, digest)
-            self.sweep()
-        except Fenced:
-            log.warning("anchor refused", extra={"version": version})
-        except DeltawireError as error:
-            log.warning("anchor failed", extra={"version": version, "reason": str(error)})
-
-    def _write_anchor(
-        self, version: PolicyVersion, bits: Mapping[str, BitArray], digest: Digest
-    ) -> None:
-        """Upload an anchor, link it, and unlink what no route needs any more."""
-        with tempfile.TemporaryDirectory(dir=self._work.name) as folder:
-            link = self._upload_anchor(version, bits, digest, Path(folder))
-        head = self._ledger.head
-        wider = head.model_copy(update={"links": [*head.links, link]})
-        plan = plan_links(wider, keep_versions=self._keep_versions)
-        self._ledger.write(add=[link], drop=plan.drop)
-
-    def _upload_anchor(
-        self, version: PolicyVersion, bits: Mapping[str, BitArray], digest: Digest, folder: Path
-    ) -> Link:
-        return self._ledger.under_free_key(
-            lambda epoch: upload_anchor(
-                self.store,
-                bits,
-                layout=self.layout,
-                version=version,
-                run_id=self.run_id,
-                digest=digest,
-                epoch=epoch,
-                packed=self._packed,
-                folder=folder,
-            )
-        )
 
 
 def _record(pending: PendingDelta, link: Link, layout: Layout) -> SyncRecord:
