@@ -83,7 +83,7 @@ class Forks:
     @property
     def alive(self) -> bool:
         """Whether the server still takes orders."""
-        return not self._listener.done()
+        return self._server.poll() is None and not self._listener.done()
 
     def fork(self) -> Child:
         """A new child. Raises EpisodeFailed when the server takes no more orders."""

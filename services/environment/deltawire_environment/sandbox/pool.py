@@ -118,8 +118,7 @@ class SandboxPool:
         with self._metrics.span("sandbox_wait"):
             await self._free.acquire()
         try:
-            forks = await self._running()
-            child = self._ready.popleft() if self._ready else forks.fork()
+            forks, child = await self._take()
             self._fill(forks)  # the next one gets ready while this one runs
             try:
                 with self._metrics.span("sandbox_run"):
@@ -149,6 +148,16 @@ class SandboxPool:
                     mode=self._mode, memory_bytes=self._memory_bytes, cpu_s=self._cpu_s
                 )
             return self._forks
+
+    async def _take(self) -> tuple[Forks, Child]:
+        """A child that waits for its program, from a server that lives."""
+        forks = await self._running()
+        try:
+            return forks, self._ready.popleft() if self._ready else forks.fork()
+        except EpisodeFailed:  # it died since we looked
+            self.close()
+            forks = await self._running()
+            return forks, forks.fork()
 
     def _fill(self, forks: Forks) -> None:
         with contextlib.suppress(EpisodeFailed):  # the next program will find out
