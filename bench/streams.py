@@ -68,12 +68,21 @@ async def measure(url: str, length: int, seconds: float) -> dict[str, Any]:
     trained = 0
 
     async def issue() -> None:
-        for number in itertools.count():
+        numbers = itertools.count()
+        while True:
             await room.acquire()
+            taken = 1
+            while not room.locked():
+                await room.acquire()
+                taken += 1
             if stop.is_set():
                 return
-            ticket = Ticket(ticket_id=f"t{number}", task=Task(seed=number), group_size=GROUP_SIZE)
-            await trainer_side.issue([ticket])
+            await trainer_side.issue(
+                [
+                    Ticket(ticket_id=f"t{n}", task=Task(seed=n), group_size=GROUP_SIZE)
+                    for n in itertools.islice(numbers, taken)
+                ]
+            )
 
     async def produce(name: str) -> None:
         while not stop.is_set():
