@@ -15,7 +15,6 @@ from pathlib import Path
 
 from deltawire.codec.bits import BitArray
 from deltawire.codec.digest import Digest
-from deltawire.codec.encode import Encoding
 from deltawire.codec.patch import Layout, SparsePatch
 from deltawire.protocol.chain import Head, Link
 from deltawire.protocol.errors import DeltawireError
@@ -24,6 +23,7 @@ from deltawire.protocol.versions import PolicyVersion
 from deltawire.store.base import Store
 from deltawire.sync.cadence import Cadence, anchor_due
 from deltawire.sync.ledger import Ledger
+from deltawire.sync.options import PublishOptions
 from deltawire.sync.retention import GRACE_S, plan_links, plan_sweep
 from deltawire.sync.skips import RecentDeltas, upload_skip
 from deltawire.sync.upload import upload_anchor
@@ -41,16 +41,12 @@ class Background:
         layout: Layout,
         *,
         work: Path,
-        cadence: Cadence,
-        packed: bool,
-        keep_versions: int,
-        skip_levels: Sequence[int],
-        encoding: Encoding,
+        options: PublishOptions,
     ) -> None:
         self._store, self._ledger, self._layout, self._work = store, ledger, layout, work
-        self._cadence, self._packed, self._keep_versions = cadence, packed, keep_versions
-        self._encoding = encoding
-        self._recent = RecentDeltas(skip_levels)
+        self._options = options
+        self._cadence = Cadence(every=options.anchor_every)
+        self._recent = RecentDeltas(options.skip_levels)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="deltawire-anchors")
         self._anchor: Future[None] | None = None
         self._last: Future[None] | None = None
@@ -82,7 +78,7 @@ class Background:
         link = self.upload_anchor(version, bits, digest)
         head = self._ledger.head
         wider = head.model_copy(update={"links": [*head.links, link]})
-        plan = plan_links(wider, keep_versions=self._keep_versions)
+        plan = plan_links(wider, keep_versions=self._options.keep_versions)
         self._ledger.write(add=[link], drop=plan.drop)
 
     def upload_anchor(
@@ -99,7 +95,7 @@ class Background:
                     run_id=self._ledger.head.run_id,
                     digest=digest,
                     epoch=epoch,
-                    packed=self._packed,
+                    packed=self._options.anchor_packed,
                     folder=Path(folder),
                 )
             )
@@ -159,7 +155,7 @@ class Background:
                     version=version,
                     base_digest=base_digest,
                     new_digest=new_digest,
-                    encoding=self._encoding,
+                    encoding=self._options.encoding,
                     epoch=epoch,
                     folder=Path(folder),
                 )

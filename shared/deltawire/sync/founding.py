@@ -8,16 +8,16 @@ owner, or a take-over, founds again: what lies there already must be the same.
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-from deltawire.codec.bits import BitArray
-from deltawire.codec.digest import Digest
 from deltawire.codec.patch import Layout
 from deltawire.protocol.chain import Head, ModelFile, RunManifest
 from deltawire.protocol.errors import LayoutMismatch, ObjectExists, ObjectMissing, StoreError
 from deltawire.protocol.layout import RUN_KEY, in_run, model_file_key
 from deltawire.protocol.versions import BASE_VERSION
 from deltawire.store.base import Store
+from deltawire.sync.fence import OwnerFile, new_owner
 from deltawire.sync.follower import Follower, sha256_of
 from deltawire.sync.heads import as_bytes
 from deltawire.sync.ledger import Ledger
@@ -26,13 +26,60 @@ from deltawire.sync.replay import empty_tensors, replay
 from deltawire.sync.upload import upload_anchor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entered:
+    """A run that this process may publish to, and what it published last."""
+
+    ledger: Ledger
+    bits: WholeBits
+    owner_file: OwnerFile | None
+
+
+def enter_run(
+    store: Store,
+    bits: WholeBits,
+    tied: Mapping[str, str],
+    *,
+    run_id: str,
+    base_model: str,
+    model_files: Mapping[str, Path],
+    anchor_packed: bool,
+    owner_file: Path | None,
+    take_over: bool,
+) -> Entered:
+    """Found a run for `bits`, or go on with one whose published bits are then returned.
+
+    Raises Fenced when the run is another trainer's, LayoutMismatch for another model.
+    """
+    held = OwnerFile(owner_file) if owner_file is not None else None
+    try:
+        check_same_model(store, run_id, bits.layout)
+        owner = held.owner if held is not None else new_owner()
+        ledger = Ledger.open(store, run_id, owner=owner, take_over=take_over)
+        if ledger.head.links:
+            bits = restored_bits(store, ledger.head, bits)
+        else:
+            found_run(
+                store,
+                ledger,
+                bits,
+                tied=tied,
+                base_model=base_model,
+                model_files=model_files,
+                anchor_packed=anchor_packed,
+            )
+    except BaseException:
+        if held is not None:
+            held.close()
+        raise
+    return Entered(ledger=ledger, bits=bits, owner_file=held)
+
+
 def found_run(
     store: Store,
     ledger: Ledger,
-    bits: Mapping[str, BitArray],
+    bits: WholeBits,
     *,
-    layout: Layout,
-    digest: Digest,
     tied: Mapping[str, str],
     base_model: str,
     model_files: Mapping[str, Path],
@@ -43,8 +90,8 @@ def found_run(
     manifest = RunManifest(
         run_id=run_id,
         base_model=base_model,
-        layout_digest=layout.digest,
-        tensors=layout.specs,
+        layout_digest=bits.layout.digest,
+        tensors=bits.layout.specs,
         tied=dict(tied),
         model_files=[_model_file(name, path) for name, path in sorted(model_files.items())],
         created_at=time.time(),
@@ -55,11 +102,11 @@ def found_run(
         anchor = ledger.under_free_key(
             lambda epoch: upload_anchor(
                 store,
-                bits,
-                layout=layout,
+                dict(bits.named_bits()),
+                layout=bits.layout,
                 version=BASE_VERSION,
                 run_id=run_id,
-                digest=digest,
+                digest=bits.digest(),
                 epoch=epoch,
                 packed=anchor_packed,
                 folder=Path(folder),

@@ -34,16 +34,13 @@ from deltawire.protocol.layout import ObjectKind
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.store.base import Store
 from deltawire.sync.background import Background
-from deltawire.sync.cadence import Cadence
-from deltawire.sync.fence import OwnerFile, new_owner
-from deltawire.sync.founding import check_same_model, found_run, restored_bits
+from deltawire.sync.fence import OwnerFile
+from deltawire.sync.founding import enter_run
 from deltawire.sync.ledger import Ledger
+from deltawire.sync.options import KEEP_VERSIONS, PublishOptions
 from deltawire.sync.published import PublishedBits, WholeBits
 from deltawire.sync.retention import GRACE_S
 from deltawire.sync.upload import upload_object
-
-KEEP_VERSIONS = 64
-"""A replica this far behind still finds a way by deltas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,31 +71,20 @@ class Publisher:
         ledger: Ledger,
         bits: PublishedBits,
         *,
-        encoding: Encoding,
-        cadence: Cadence,
-        anchor_packed: bool,
-        keep_versions: int,
-        skip_levels: Sequence[int] = (),
+        options: PublishOptions,
         owner_file: OwnerFile | None = None,
     ) -> None:
+        """For a run that was entered (see founding.py); `open` does both."""
         self.store = store
         self._ledger = ledger
         self._bits = bits
         self._digest = bits.digest()
-        self._encoding = encoding
+        self._encoding = options.encoding
         self._link_bytes_per_s: float | None = None
         self._owner_file = owner_file
         self._work = tempfile.TemporaryDirectory(prefix="deltawire-publish-")
         self._background = Background(
-            store,
-            ledger,
-            bits.layout,
-            work=Path(self._work.name),
-            cadence=cadence,
-            packed=anchor_packed,
-            keep_versions=keep_versions,
-            skip_levels=skip_levels,
-            encoding=encoding,
+            store, ledger, bits.layout, work=Path(self._work.name), options=options
         )
         self._turn = threading.Condition()
         self._pending: PendingDelta | None = None
@@ -132,42 +118,28 @@ class Publisher:
         was really published.
         Raises Fenced when the run is another trainer's, LayoutMismatch for another model.
         """
-        held = OwnerFile(owner_file) if owner_file is not None else None
-        try:
-            tensors = list(named_tensors)
-            layout, tied = Layout.of_tensors(tensors, master_dtype=master_dtype)
-            owner = held.owner if held is not None else new_owner()
-            check_same_model(store, run_id, layout)
-            ledger = Ledger.open(store, run_id, owner=owner, take_over=take_over)
-            bits = WholeBits.holding(tensors, layout)
-            if ledger.head.links:
-                bits = restored_bits(store, ledger.head, bits)
-            else:
-                found_run(
-                    store,
-                    ledger,
-                    dict(bits.named_bits()),
-                    layout=layout,
-                    digest=bits.digest(),
-                    tied=tied,
-                    base_model=base_model,
-                    model_files=dict(model_files or {}),
-                    anchor_packed=anchor_packed,
-                )
-        except BaseException:
-            if held is not None:
-                held.close()
-            raise
-        return cls(
+        tensors = list(named_tensors)
+        layout, tied = Layout.of_tensors(tensors, master_dtype=master_dtype)
+        entered = enter_run(
             store,
-            ledger,
-            bits,
+            WholeBits.holding(tensors, layout),
+            tied,
+            run_id=run_id,
+            base_model=base_model,
+            model_files=dict(model_files or {}),
+            anchor_packed=anchor_packed,
+            owner_file=owner_file,
+            take_over=take_over,
+        )
+        options = PublishOptions(
             encoding=encoding,
-            cadence=Cadence(every=anchor_every),
+            anchor_every=anchor_every,
             anchor_packed=anchor_packed,
             keep_versions=keep_versions,
-            skip_levels=skip_levels,
-            owner_file=held,
+            skip_levels=tuple(skip_levels),
+        )
+        return cls(
+            store, entered.ledger, entered.bits, options=options, owner_file=entered.owner_file
         )
 
     @property

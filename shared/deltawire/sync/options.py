@@ -1,0 +1,22 @@
+"""How a run is published: what a publisher and its background work need to be told."""
+
+from dataclasses import dataclass
+
+from deltawire.codec.encode import Encoding
+
+KEEP_VERSIONS = 64
+"""A replica this far behind still finds a way by deltas."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishOptions:
+    """The defaults suit a run whose replicas keep up."""
+
+    encoding: Encoding = "auto"
+    anchor_every: int | None = None
+    """Versions between anchors; None is adaptive (see cadence.py)."""
+    anchor_packed: bool = True
+    """Lossless, about a third smaller."""
+    keep_versions: int = KEEP_VERSIONS
+    skip_levels: tuple[int, ...] = ()
+    """Spans of merged files for laggards; their patches are kept in memory for so many versions."""
