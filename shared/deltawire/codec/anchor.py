@@ -8,7 +8,6 @@ bytes in one zstd frame, ``{name}.rest`` U8 the lower ones. Tensors that gain no
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 from deltawire.codec import kernels
 from deltawire.codec.bits import BitArray
 from deltawire.codec.container import Container, Section, aligned, write_container
+from deltawire.codec.parallel import mapped
 from deltawire.codec.patch import Layout, TensorLayout
 from deltawire.codec.positions import squeeze, unsqueeze
 from deltawire.protocol.errors import LayoutMismatch
@@ -120,8 +120,7 @@ def _write(
     def sections_of(name: str) -> list[Section]:
         return _sections(layout[name], bits[name], packed=packed)
 
-    with ThreadPoolExecutor(threads) as pool:
-        sections = [section for found in pool.map(sections_of, names) for section in found]
+    sections = [s for found in mapped(sections_of, names, threads=threads) for s in found]
     elements = sum(layout[name].numel for name in names)
     full = header.model_copy(
         update={

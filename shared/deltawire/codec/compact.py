@@ -15,7 +15,6 @@ The header lists no names: the layout digest fixes them. On bf16 GRPO steps the 
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass, fields
 
 import numpy as np
@@ -23,6 +22,7 @@ import numpy as np
 from deltawire.codec.bits import BitArray, IndexArray, bits_type
 from deltawire.codec.classes import Run, check_runs, decode_by_class, encode_by_class
 from deltawire.codec.container import Container, Section
+from deltawire.codec.parallel import mapped
 from deltawire.codec.patch import Layout, OldValues, SparsePatch
 from deltawire.codec.positions import (
     MAX_SHIFT,
@@ -109,8 +109,7 @@ def compact_sections(
     def code(changes: Changes) -> _Coded:
         return _encode_segment(changes, layout, base)
 
-    with ThreadPoolExecutor(threads) as pool:
-        coded = list(pool.map(code, segmented(patches, layout)))
+    coded = mapped(code, segmented(patches, layout), threads=threads)
     sections = [_table("segments", "I64", [astuple(c.row) for c in coded], columns=len(_COLUMNS))]
     for stream in _STREAMS:
         pieces = [c.streams[stream] for c in coded if stream in c.streams]
@@ -149,8 +148,7 @@ def read_compact(
     def decode(part: _Part) -> Changes:
         return _decode_segment(part, layout, old, name=container.name)
 
-    with ThreadPoolExecutor(threads) as pool:
-        return patches_of(list(pool.map(decode, parts)), layout)
+    return patches_of(mapped(decode, parts, threads=threads), layout)
 
 
 def _encode_segment(changes: Changes, layout: Layout, base: OldValues | None) -> _Coded:

@@ -1,0 +1,246 @@
+"""Diff, encode, decode, apply and digest against the seed's method and a read-only memory pass.
+
+Writes bench/results/speed.json. One thread each; contenders take turns and the best time of each
+counts, so only ratios within one table mean anything.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from itertools import islice
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import numpy as np
+import torch
+from numba import njit
+
+from bench import seed_method
+from bench.deltas import FlatWeights, Step, recorded_steps, synthetic_step
+from bench.record import RECIPES, recorded
+from bench.timing import best_seconds
+from deltawire.codec import kernels
+from deltawire.codec.apply import LiveTensors, gather, scatter
+from deltawire.codec.bits import bits_of
+from deltawire.codec.decode import decode_delta
+from deltawire.codec.diff import Shadow
+from deltawire.codec.digest import digest_full
+from deltawire.codec.encode import Encoding, encode_delta
+
+Table = dict[str, dict[str, float | str]]
+APPLY_ELEMENTS, APPLY_DENSITY = 1_000_000_000, 0.006
+
+
+def main(cache: Path, results: Path) -> None:
+    """Measure everything and write the file."""
+    torch.set_num_threads(1)
+    step = next(islice(recorded_steps(recorded(RECIPES[-1], cache)), 5, None))
+    tables: dict[str, object] = {
+        "recording": RECIPES[-1].name,
+        "elements": step.base.layout.total_elements,
+        "changes": int(step.indices.size),
+        "diff bf16": _shown("diff, bf16 source", diff_bf16(step)),
+        "diff fp32": _shown("diff, fp32 master", diff_fp32(step)),
+        "codec": _shown("encode and decode", coding(step)),
+        "digest": _shown("digest", digests(step)),
+        "apply 1B": _shown("apply, 1 G elements, 0.6 %", apply_in_place()),
+    }
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "speed.json").write_text(json.dumps(tables, indent=1) + "\n")
+
+
+def diff_bf16(step: Step, *, rounds: int = 15) -> Table:
+    """A bf16 model against its published bits; yardstick: reading both once."""
+    after = _after(step)
+    tensors = after.named_tensors(torch.bfloat16)
+    shadow = Shadow(step.base.layout, {n: b.copy() for n, b in step.base.named_bits()})
+    plain = Shadow(
+        step.base.layout,
+        {n: b.copy() for n, b in step.base.named_bits()},
+        loops=kernels.load(compiled=False),
+    )
+    old = step.base.named_tensors(torch.bfloat16)
+
+    def roll_back() -> None:
+        shadow.rollback()
+        plain.rollback()
+
+    times = best_seconds(
+        {
+            "read both once": lambda: _read(after.flat, step.base.flat),
+            "deltawire": lambda: shadow.diff(tensors),
+            "deltawire, numpy only": lambda: plain.diff(tensors),
+            "torch int16 compare and nonzero": lambda: _torch_compare(tensors, old),
+            "seed (clone, compare, nonzero)": lambda: seed_method.detect(
+                tensors, seed_method.snapshot(old)
+            ),
+        },
+        rounds=rounds,
+        before=roll_back,
+    )
+    return _against(times, yardstick="read both once")
+
+
+def diff_fp32(step: Step, *, rounds: int = 9) -> Table:
+    """fp32 masters, rounded in passing."""
+    masters = _after(step).named_tensors(torch.float32)
+    old = step.base.named_tensors(torch.float32)
+    flat = [bits_of(tensor) for _, tensor in masters]
+    shadow = Shadow(step.base.layout, {n: b.copy() for n, b in step.base.named_bits()})
+
+    def read_all() -> None:
+        for (_, kept), master in zip(step.base.named_bits(), flat, strict=True):
+            _read_one(master)
+            _read_one(kept)
+
+    times = best_seconds(
+        {
+            "read both once": read_all,
+            "deltawire": lambda: shadow.diff(masters),
+            "torch cast alone": lambda: [t.to(torch.bfloat16) for _, t in masters],
+            "seed (cast, clone, compare, nonzero)": lambda: seed_method.detect(
+                masters, seed_method.snapshot(old)
+            ),
+        },
+        rounds=rounds,
+        before=shadow.rollback,
+    )
+    return _against(times, yardstick="read both once")
+
+
+def coding(step: Step, *, rounds: int = 9) -> Table:
+    """Million changes a second, file included, one thread."""
+    patches, layout = step.patches(), step.base.layout
+    encodings: tuple[Encoding, ...] = ("seed", "compact", "classes")
+    with TemporaryDirectory() as folder:
+        paths = {name: Path(folder) / name for name in encodings}
+
+        def encode(name: Encoding) -> Callable[[], object]:
+            return lambda: encode_delta(
+                patches, step.header(), paths[name], layout=layout, encoding=name, base=step.base
+            )
+
+        times = best_seconds({f"encode {n}": encode(n) for n in encodings}, rounds=rounds)
+        times |= best_seconds(
+            {f"decode {n}": _decoding(paths[n], step) for n in encodings}, rounds=rounds
+        )
+    return {
+        name: {"seconds": seconds, "changes_per_s": step.indices.size / seconds}
+        for name, seconds in times.items()
+    }
+
+
+def digests(step: Step, *, rounds: int = 5) -> Table:
+    """Over every weight, and over the changes only."""
+    patches, layout = step.patches(), step.base.layout
+    start = digest_full(step.base.named_bits(), layout)
+    flat = step.base.flat
+    times = best_seconds(
+        {
+            "read all once": lambda: _read_one(flat),
+            "digest, changes only": lambda: start.updated(patches, layout),
+            "digest, all weights": lambda: digest_full(step.base.named_bits(), layout),
+            "crc32 (zlib), all weights": lambda: zlib.crc32(flat),
+        },
+        rounds=rounds,
+    )
+    return _against(times, yardstick="read all once")
+
+
+def apply_in_place(*, rounds: int = 5) -> Table:
+    """What stands inside the pause: ours is the scatter; the seed's is snapshot and reload."""
+    step = synthetic_step(APPLY_ELEMENTS, APPLY_DENSITY)
+    live = step.base.named_tensors(torch.bfloat16)
+    tensors = LiveTensors(live, step.base.layout)
+    patches = step.patches()
+    bare = [type(p)(name=p.name, indices=p.indices, values=p.values) for p in patches]
+    numbers = {name: number for number, (name, _) in enumerate(live)}
+    changes = [
+        (
+            numbers[p.name],
+            torch.from_numpy(p.indices),
+            torch.from_numpy(p.values.view(np.int16)).view(torch.bfloat16),
+        )
+        for p in patches
+    ]
+    kept = [tensor.clone() for _, tensor in live]
+    flat = [tensor.view(-1) for _, tensor in live]
+
+    def index_copy() -> None:
+        for number, indices, values in changes:
+            flat[number].index_copy_(0, indices.long(), values)
+
+    times = best_seconds(
+        {
+            "deltawire scatter": lambda: scatter(tensors, patches),
+            "deltawire gather (before the pause)": lambda: gather(tensors, bare),
+            "torch index_copy_": index_copy,
+            "seed (snapshot and reload)": lambda: seed_method.apply(live, kept, changes),
+        },
+        rounds=rounds,
+    )
+    return _against(times, yardstick="deltawire scatter")
+
+
+def _decoding(path: Path, step: Step) -> Callable[[], object]:
+    return lambda: decode_delta(path, step.base.layout, step.base)
+
+
+def _after(step: Step) -> FlatWeights:
+    flat = step.base.flat.copy()
+    flat[step.indices] = step.values
+    return FlatWeights(step.base.layout, flat)
+
+
+@njit(nogil=True)
+def _read_words(a, b):  # type: ignore[no-untyped-def]
+    total = np.uint64(0)
+    for i in range(a.size):
+        total += a[i] ^ b[i]
+    return total
+
+
+def _read(a, b) -> int:  # type: ignore[no-untyped-def]
+    """Both arrays, once, as fast as one thread can."""
+    return int(_read_words(_words(a), _words(b)))
+
+
+@njit(nogil=True)
+def _sum_words(a):  # type: ignore[no-untyped-def]
+    total = np.uint64(0)
+    for i in range(a.size):
+        total += a[i]
+    return total
+
+
+def _read_one(a) -> int:  # type: ignore[no-untyped-def]
+    return int(_sum_words(_words(a)))
+
+
+def _words(a):  # type: ignore[no-untyped-def]
+    return a[: a.size * a.itemsize // 8 * 8 // a.itemsize].view(np.uint64)
+
+
+def _torch_compare(tensors, old) -> list[torch.Tensor]:  # type: ignore[no-untyped-def]
+    return [
+        (new.view(torch.int16) != kept.view(torch.int16)).view(-1).nonzero()
+        for (_, new), (_, kept) in zip(tensors, old, strict=True)
+    ]
+
+
+def _against(times: Mapping[str, float], *, yardstick: str) -> Table:
+    return {
+        name: {"seconds": round(t, 5), "times_yardstick": round(t / times[yardstick], 3)}
+        for name, t in times.items()
+    }
+
+
+def _shown(title: str, table: Table) -> Table:
+    print(f"\n{title}")
+    for name, row in table.items():
+        print("  " + f"{name:<40}" + "   ".join(f"{k} {v:.4g}" for k, v in row.items()))
+    return table
+
+
+if __name__ == "__main__":
+    main(Path(".cache/bench"), Path("bench/results"))
