@@ -27,7 +27,7 @@ from deltawire.protocol.errors import InvalidKey, ObjectMissing, SettingsError
 from deltawire.protocol.layout import in_run
 from deltawire.store.open import open_store
 from deltawire.sync.follower import Follower
-from deltawire_inference.engines.torch.route import read_route
+from deltawire_inference.engines.route import read_route
 from deltawire_inference.vllm_plugin.mapped_weights import MappedWeights
 from deltawire_inference.vllm_plugin.receiver import Receiver
 

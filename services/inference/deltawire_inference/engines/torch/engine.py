@@ -26,11 +26,11 @@ from deltawire_inference.engines.base import (
     StagedUpdate,
     SwapMode,
 )
+from deltawire_inference.engines.route import Objects
 from deltawire_inference.engines.torch.core import EngineCore, Limits
 from deltawire_inference.engines.torch.flight import PIN_RETRY_S, Flight, completion_of
 from deltawire_inference.engines.torch.loop import EngineLoop
 from deltawire_inference.engines.torch.model import LoadedModel, build_model
-from deltawire_inference.engines.torch.route import Objects
 from deltawire_inference.engines.torch.row import Row, dice_of
 from deltawire_inference.engines.torch.stops import StopRule
 from deltawire_inference.engines.torch.weights import LiveWeights

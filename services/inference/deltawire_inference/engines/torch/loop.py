@@ -20,9 +20,9 @@ import torch
 
 from deltawire.protocol.errors import DeltawireError, EngineError
 from deltawire_inference.engines.base import SwapMode
+from deltawire_inference.engines.rate import TokenRate
 from deltawire_inference.engines.torch.core import EngineCore
 from deltawire_inference.engines.torch.flight import Flight
-from deltawire_inference.engines.torch.rate import TokenRate
 from deltawire_inference.engines.torch.row import Row
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from deltawire.protocol.errors import EngineError
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.sync.replay import replay
 from deltawire_inference.engines.base import StagedUpdate
-from deltawire_inference.engines.torch.route import Objects, read_route
+from deltawire_inference.engines.route import Objects, read_route
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,14 +17,14 @@ from deltawire.codec.container import Section, aligned, header_bytes
 from deltawire.codec.digest import Digest
 from deltawire.codec.patch import Layout
 from deltawire.protocol.chain import RunManifest
-from deltawire.sync.follower import Fetched
 from deltawire.sync.replay import replay
+from deltawire_inference.engines.route import Objects
 
 WEIGHTS = "model.safetensors"
 
 
 def write_checkpoint(
-    model_dir: Path, objects: Fetched, *, manifest: RunManifest, target: Path
+    model_dir: Path, objects: Objects, *, manifest: RunManifest, target: Path
 ) -> Digest:
     """Merge a route that begins with an anchor into `target`; returns the digest there.
 

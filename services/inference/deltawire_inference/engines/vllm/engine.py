@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
@@ -30,7 +30,6 @@ from deltawire.protocol.errors import (
 )
 from deltawire.protocol.generation import GenerateRequest, GenerateResponse
 from deltawire.protocol.versions import PolicyVersion
-from deltawire.sync.follower import Fetched
 from deltawire_inference.engines.base import (
     ApplyReport,
     EngineLoad,
@@ -38,7 +37,8 @@ from deltawire_inference.engines.base import (
     StagedUpdate,
     SwapMode,
 )
-from deltawire_inference.engines.torch.rate import TokenRate
+from deltawire_inference.engines.rate import TokenRate
+from deltawire_inference.engines.route import Objects
 from deltawire_inference.engines.vllm.adapters import Adapters
 from deltawire_inference.engines.vllm.checkpoint import write_checkpoint
 from deltawire_inference.engines.vllm.child import VllmChild
@@ -111,7 +111,7 @@ class VllmEngine:
         return str(self._running.digest) if self._running else ""
 
     async def start(
-        self, model_dir: Path, objects: Fetched, *, manifest: RunManifest, version: PolicyVersion
+        self, model_dir: Path, objects: Objects, *, manifest: RunManifest, version: PolicyVersion
     ) -> None:
         """See Engine. Merges the route on disk, starts a child on it and learns its map."""
         await self.close()
@@ -149,7 +149,7 @@ class VllmEngine:
             raise EngineError(f"{body['model']!r} was asked for, {answered_by!r} answered")
         return GenerateResponse(completions=completions, adapter=request.adapter)
 
-    async def stream(self, request: GenerateRequest) -> AsyncIterator[SampledToken]:
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[SampledToken, None]:
         """See Engine. vLLM gives spans only at the end: tokens carry the version live meanwhile."""
         running = self._ready()
         body = _body(request, running) | {"stream": True}
@@ -168,7 +168,7 @@ class VllmEngine:
         answer = await self._answer(running.client.score(score_body(token_ids, model=MODEL_NAME)))
         return scores_of(answer, token_ids)
 
-    async def stage(self, objects: Fetched) -> StagedUpdate:
+    async def stage(self, objects: Objects) -> StagedUpdate:
         """See Engine."""
         running = self._ready()
         return await asyncio.to_thread(running.stager.stage, objects, held=running.digest)
@@ -199,7 +199,7 @@ class VllmEngine:
         return await self._answer(self._ready().client.checksums())
 
     async def load_adapter(self, name: str, path: Path) -> None:
-        """See Engine. Versions have names of their own; the oldest beyond the limit are unloaded."""
+        """See Engine. A version has a name of its own; the oldest beyond the limit go."""
         if "adapters" not in self.capabilities:
             raise EngineError(f"adapter {name!r}: this replica serves none; set how many it holds")
         await self._ready().adapters.load(name, path)

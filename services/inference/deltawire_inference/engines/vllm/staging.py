@@ -28,9 +28,8 @@ from deltawire.codec.digest import Digest, digest_full
 from deltawire.codec.patch import Layout, OldValues, SparsePatch
 from deltawire.protocol.chain import RunManifest
 from deltawire.protocol.layout import ObjectKind
-from deltawire.sync.follower import Fetched
 from deltawire_inference.engines.base import StagedUpdate
-from deltawire_inference.engines.torch.route import read_route
+from deltawire_inference.engines.route import Objects, read_route
 from deltawire_inference.engines.vllm.checkpoint import write_checkpoint
 from deltawire_inference.engines.vllm.client import WorkerCalls
 from deltawire_inference.engines.vllm.remote_weights import RankMap, RemoteWeights
@@ -65,7 +64,7 @@ class Stager:
         self._manifest, self._layout = manifest, Layout(manifest.tensors)
         self._model_dir, self._disk = model_dir, disk
 
-    def stage(self, objects: Fetched, *, held: Digest) -> StagedUpdate:
+    def stage(self, objects: Objects, *, held: Digest) -> StagedUpdate:
         """Have every worker hold what leads from the live weights, digest `held`, to the end.
 
         Raises:
@@ -86,7 +85,7 @@ class Stager:
         weights = RemoteWeights(self._calls, self._maps, self._layout)
         return digest_full(weights.named_bits(), self._layout)
 
-    def _stage_deltas(self, key: str, objects: Fetched, held: Digest) -> StagedUpdate:
+    def _stage_deltas(self, key: str, objects: Objects, held: Digest) -> StagedUpdate:
         weights = RemoteWeights(self._calls, self._maps, self._layout)
         prefetched = weights.prefetch(key, touched_places(objects, self._layout, weights))
         patches, digest = read_route(
@@ -107,7 +106,7 @@ class Stager:
             token=StagedPatch(key=key, base_digest=str(held)),
         )
 
-    def _stage_anchor(self, key: str, objects: Fetched, held: Digest) -> StagedUpdate:
+    def _stage_anchor(self, key: str, objects: Objects, held: Digest) -> StagedUpdate:
         target = self._disk / f"merged-{key}"
         digest = write_checkpoint(self._model_dir, objects, manifest=self._manifest, target=target)
         try:
@@ -163,7 +162,7 @@ class _Places:
         return self._weights.read(name, begin, end)
 
 
-def touched_places(objects: Fetched, layout: Layout, weights: OldValues) -> dict[str, IndexArray]:
+def touched_places(objects: Objects, layout: Layout, weights: OldValues) -> dict[str, IndexArray]:
     """Every place that some delta of a route touches, per tensor, rising."""
     places = _Places(layout, weights)
     for _, path in objects:

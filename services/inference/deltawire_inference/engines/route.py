@@ -4,9 +4,7 @@ Several deltas become one: the first old value and the last new one of each elem
 live weights are read, never written; each object's digests are checked on the way.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from itertools import groupby
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,22 +13,14 @@ from deltawire.codec.anchor import iter_anchor
 from deltawire.codec.bits import BitArray, IndexArray
 from deltawire.codec.decode import decode_delta, read_header
 from deltawire.codec.digest import Digest, check_digests, digest_full
+from deltawire.codec.merge import compose, merge_deltas
 from deltawire.codec.patch import Layout, OldValues, SparsePatch
 from deltawire.protocol.chain import Link
-from deltawire.protocol.errors import DigestMismatch, MalformedObject
+from deltawire.protocol.errors import DigestMismatch
 from deltawire.protocol.layout import ObjectKind
-from deltawire.sync.replay import check_header
+from deltawire.sync.replay import by_link, check_header
 
 Objects = Sequence[tuple[Link, Path]]
-
-
-def _by_link(objects: Objects) -> Iterator[tuple[Link, Path]]:
-    """One file for each link. Raises MalformedObject for a sharded object."""
-    for key, group in groupby(objects, key=lambda pair: pair[0].key):
-        pairs = list(group)
-        if len(pairs) > 1:
-            raise MalformedObject(f"{key}: {len(pairs)} shards; the torch engine reads one file")
-        yield pairs[0]
 
 
 class PatchedValues:
@@ -65,12 +55,11 @@ class PatchedValues:
         """Lay patches on top; each carries the values it found here as `old`."""
         for patch in patches:
             below = self._patches.get(patch.name)
-            self._patches[patch.name] = patch if below is None else _composed(below, patch)
+            self._patches[patch.name] = patch if below is None else compose(below, patch)
 
     def patches(self) -> list[SparsePatch]:
         """All of it as one list in layout order; elements that came back to where they were go."""
-        moved = (_moved(self._patches[name]) for name in self._layout if name in self._patches)
-        return [patch for patch in moved if patch.changed]
+        return merge_deltas([list(self._patches.values())], self._layout)
 
 
 def read_route(
@@ -82,52 +71,31 @@ def read_route(
     """
     values = PatchedValues(live, layout)
     digest = held
-    for link, path in _by_link(objects):
-        header = read_header(path)
-        check_header(header, link, run_id=run_id, layout=layout, name=link.key)
+    for link, paths in by_link(objects):
+        headers = [read_header(path) for path in paths]
+        for header in headers:
+            check_header(header, link, run_id=run_id, layout=layout, name=link.key)
         if link.kind == ObjectKind.ANCHOR:
-            values, digest = _anchor(path, layout=layout, live=live)
+            values, digest = _anchor(paths, layout=layout, live=live)
         else:
-            patches = decode_delta(path, layout=layout, old=values)
-            digest = check_digests(header, patches, layout, held=digest, name=link.key)
+            patches = decode_delta(paths[0], layout=layout, old=values)
+            digest = check_digests(headers[0], patches, layout, held=digest, name=link.key)
             values.add(patches)
         if str(digest) != link.new_digest:
             raise DigestMismatch(link.key, expected=link.new_digest, actual=str(digest))
     return values.patches(), digest
 
 
-def _anchor(path: Path, *, layout: Layout, live: OldValues) -> tuple[PatchedValues, Digest]:
+def _anchor(
+    paths: Sequence[Path], *, layout: Layout, live: OldValues
+) -> tuple[PatchedValues, Digest]:
+    """What differs from the live weights; they need not be right."""
     values = PatchedValues(live, layout)
-    digest = digest_full(iter_anchor(path, layout=layout), layout)
-    for name, bits in iter_anchor(path, layout=layout):
+    digest = digest_full(iter_anchor(paths, layout=layout), layout)
+    for name, bits in iter_anchor(paths, layout=layout):
         now = live.read(name, 0, bits.size)
         indices = np.flatnonzero(bits != now).astype(layout[name].index_type)
         values.add(
             [SparsePatch(name=name, indices=indices, values=bits[indices], old=now[indices])]
         )
     return values, digest
-
-
-def _composed(first: SparsePatch, second: SparsePatch) -> SparsePatch:
-    """Both after each other: union of positions, first old, last new."""
-    assert first.old is not None and second.old is not None
-    indices = np.union1d(first.indices, second.indices).astype(first.indices.dtype)
-    values = np.empty(indices.size, first.values.dtype)
-    old = np.empty_like(values)
-    in_first = np.searchsorted(indices, first.indices)
-    in_second = np.searchsorted(indices, second.indices)
-    values[in_first] = first.values
-    values[in_second] = second.values  # written last: the newer wins
-    old[in_second] = second.old
-    old[in_first] = first.old  # written last: the older wins
-    return SparsePatch(name=first.name, indices=indices, values=values, old=old)
-
-
-def _moved(patch: SparsePatch) -> SparsePatch:
-    assert patch.old is not None
-    kept = patch.old != patch.values
-    if kept.all():
-        return patch
-    return replace(
-        patch, indices=patch.indices[kept], values=patch.values[kept], old=patch.old[kept]
-    )
