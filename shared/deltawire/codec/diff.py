@@ -20,6 +20,7 @@ import torch
 
 from deltawire.codec import kernels
 from deltawire.codec.bits import BitArray, IndexArray, bits_of, torch_type
+from deltawire.codec.diff_device import DeviceBits
 from deltawire.codec.digest import Digest, digest_full
 from deltawire.codec.kernels import Kernels
 from deltawire.codec.kernels_numpy import rounded
@@ -44,12 +45,21 @@ class Shadow:
     """
 
     def __init__(
-        self, layout: Layout, bits: Mapping[str, BitArray], *, loops: Kernels | None = None
+        self,
+        layout: Layout,
+        bits: Mapping[str, BitArray],
+        *,
+        loops: Kernels | None = None,
+        on_device: bool | None = None,
     ) -> None:
+        """`bits` are taken over, not copied. `on_device` compares where the weights live, with a
+        second copy of the bits there (diff_device.py); None: when they are not on the CPU."""
         self.layout = layout
         self._bits = dict(bits)
         self._pending: deque[list[SparsePatch]] = deque()
         self._lock = Lock()
+        self._on_device = on_device
+        self._beside: DeviceBits | None = None
         self._loops = loops if loops is not None else kernels.load()
         for name in layout:
             held = self._bits.get(name)
@@ -58,11 +68,16 @@ class Shadow:
 
     @classmethod
     def of(
-        cls, named_tensors: NamedTensors, layout: Layout, *, loops: Kernels | None = None
+        cls,
+        named_tensors: NamedTensors,
+        layout: Layout,
+        *,
+        loops: Kernels | None = None,
+        on_device: bool | None = None,
     ) -> "Shadow":
         """The shadow of weights as they are now: the base model, or a restored checkpoint."""
         bits = {name: np.zeros(layout[name].numel, layout[name].bits) for name in layout}
-        shadow = cls(layout, bits, loops=loops)
+        shadow = cls(layout, bits, loops=loops, on_device=on_device)
         for name, tensor in _chosen(named_tensors, layout):
             shadow._publish_dense(layout[name], tensor)
         return shadow
@@ -80,14 +95,15 @@ class Shadow:
         """
         with self._lock:
             found = dict(_chosen(named_tensors, self.layout))
+            there = {n: t for n, t in found.items() if self._is_beside(t)}
+            patches = self._diff_beside(there) if there else {}
             room = _ChangeRoom()
-            patches = [
-                patch
-                for name in self.layout
-                if (patch := self._diff_one(self.layout[name], found[name], room)).changed
-            ]
-            self._pending.append(patches)
-            return patches
+            for name, tensor in found.items():
+                if name not in there:
+                    patches[name] = self._diff_one(self.layout[name], tensor, room)
+            changed = [patches[n] for n in self.layout if n in patches and patches[n].changed]
+            self._pending.append(changed)
+            return changed
 
     def commit(self) -> None:
         """The oldest pending diff is published: it will not be undone."""
@@ -101,6 +117,8 @@ class Shadow:
                 for patch in self._pending.pop():
                     assert patch.old is not None  # diff always records it
                     self._loops.scatter(self._bits[patch.name], patch.indices, patch.old)
+                    if self._beside is not None and patch.name in self._beside:
+                        self._beside.restore(patch)
 
     def named_bits(self) -> Iterator[tuple[str, BitArray]]:
         """Every tensor's bits in layout order, pending diffs included. Views: do not write."""
@@ -115,6 +133,19 @@ class Shadow:
     def before(self, patches: Sequence[SparsePatch]) -> OldValues:
         """The weights under a pending diff (the list that ``diff`` returned), for encoders."""
         return _Before(self, patches)
+
+    def _is_beside(self, tensor: torch.Tensor) -> bool:
+        on_device = self._on_device
+        return tensor.device.type != "cpu" if on_device is None else on_device
+
+    def _diff_beside(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, SparsePatch]:
+        """Compare on the weights' device; the host's bits follow in O(changes)."""
+        if self._beside is None:
+            self._beside = DeviceBits(self.layout, self._bits, tensors)
+        patches = {patch.name: patch for patch in self._beside.diff(tensors)}
+        for patch in patches.values():
+            self._loops.scatter(self._bits[patch.name], patch.indices, patch.values)
+        return patches
 
     def _diff_one(
         self, tensor: TensorLayout, source: torch.Tensor, room: "_ChangeRoom"
