@@ -28,6 +28,9 @@ from deltawire.protocol.rollouts import Task
 
 Value = TypeVar("Value")
 
+DEFAULT_TURNS = 10
+"""Of a class that ends its episodes itself, when the job does not say."""
+
 _REPLY_FIELDS = {field.name for field in dataclasses.fields(Reply)}
 
 
@@ -45,7 +48,8 @@ class UserWorld(World):
         """Raises JobError for a missing method or an argument the class does not take."""
         self.name = kind.__name__.lower()
         self.description = inspect.getdoc(kind) or ""
-        self.kind, self.config, self.max_turns, self.rows = kind, dict(config), max_turns, rows
+        self.kind, self.config, self.rows = kind, dict(config), rows
+        self.max_turns = max_turns or DEFAULT_TURNS
         self.blocking = not any(map(inspect.iscoroutinefunction, vars_of(kind)))
         self._check_methods()
         parameters = inspect.signature(kind).parameters
@@ -103,8 +107,7 @@ class UserEpisode(Episode):
 
     async def finished(self, reply: Reply) -> Reply:
         """End at the turn limit, and ask `get_reward()` when the reply gave no reward."""
-        limit = self._world.max_turns
-        if limit is not None and self._turns >= limit:
+        if self._turns >= self._world.max_turns:
             reply = dataclasses.replace(reply, done=True)
         ask = getattr(self.game, "get_reward", None)
         if reply.done and reply.reward is None and callable(ask):

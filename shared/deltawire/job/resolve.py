@@ -56,12 +56,17 @@ def resolve(job: Job, overrides: Sequence[str] = ()) -> ResolvedJob:
             values[name] = value
             origins[name] = origin
     spec = _spec(values, has_eval=job.eval is not None or _mentions(from_line, "eval."))
+    given = "env.max_turns" in values
     world = make_world(
         env.world,
         spec.env.config,
-        max_turns=spec.env.max_turns,
+        max_turns=spec.env.max_turns if given else None,
         rows=open_rows(env.dataset, job.folder),
     )
+    if not given and world.max_turns != spec.env.max_turns:
+        shaped = spec.env.model_copy(update={"max_turns": world.max_turns})
+        spec = spec.model_copy(update={"env": shaped})
+        origins["env.max_turns"] = "world"
     _check_reward(job, world)
     return ResolvedJob(job=job, spec=spec, origins=origins, world=world)
 

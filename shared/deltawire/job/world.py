@@ -135,6 +135,8 @@ class World(ABC):
     description: str = ""
     blocking: bool = False
     """True when start, step or close may block; they then run in the service's bounded pool."""
+    max_turns: int = 1
+    """How many turns an episode may take, when the job does not say."""
     Config: ClassVar[type[WorldConfig]] = WorldConfig
 
     @abstractmethod

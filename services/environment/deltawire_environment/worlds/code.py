@@ -45,6 +45,7 @@ class CodeWorld(World):
 
     def __init__(self, config: CodeConfig, metrics: Metrics | None = None) -> None:
         self.config = config
+        self.max_turns = config.max_turns
         self.sandboxes = SandboxPool(
             limit=config.sandboxes,
             metrics=metrics or Metrics("code"),

@@ -77,6 +77,7 @@ class GuessWorld(World):
     def __init__(self, config: GuessConfig, words: WordList | None = None) -> None:
         self.config = config
         self.texts = config.spoken()
+        self.max_turns = config.max_turns
         self.words = words or load_words()
         self.hinted = gives_hint(self.texts)
         prompt = " ".join(message["content"] for message in self.opening("?"))

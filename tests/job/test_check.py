@@ -1,0 +1,153 @@
+"""`deltawire check` and `deltawire new`, and every example job."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from deltawire.cli.job_commands import mount
+from deltawire.job.chat_template import find_chat_template, role_problem, template_problem
+from deltawire.job.check import check_job
+from deltawire.job.estimate import estimate, readable_bytes
+from deltawire.job.spec import JobSpec, ModelSpec
+from deltawire.job.starter import write_starter
+from deltawire.job.transcript import Message
+from deltawire.protocol.errors import JobError
+
+ROOT = Path(__file__).resolve().parents[2]
+JOBS = sorted((ROOT / "jobs").glob("*.py"))
+
+
+def runner(*arguments: str):
+    app = Typer()
+    mount(app)
+    return CliRunner().invoke(app, list(arguments))
+
+
+@pytest.mark.parametrize("path", JOBS, ids=lambda path: path.stem)
+def test_every_example_job_is_short_and_passes_its_check(path: Path) -> None:
+    assert len(path.read_text().splitlines()) < 100
+    report = check_job(path)
+    assert report.passed, [f for f in report.findings if f.verdict == "fault"]
+    subjects = {finding.subject.split()[0] for finding in report.findings}
+    assert {"job", "episode", "reward", "chat", "memory", "bandwidth"} <= subjects
+
+
+def test_check_shows_where_values_come_from(tmp_path: Path) -> None:
+    result = runner("check", str(ROOT / "jobs/guess.py"), "train.lr=2e-6")
+    assert result.exit_code == 0
+    assert "command line" in result.output
+    assert "job file" in result.output
+    assert "train.seed" not in result.output
+    assert "train.seed" in runner("check", str(ROOT / "jobs/guess.py"), "--all").output
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("1 / 0\n", "ZeroDivisionError"),
+        (
+            "from deltawire.job import Job\n"
+            "class W:\n  def reset(self): return 'go'\n  def step(self, message): return 1 / 0\n"
+            "job = Job(name='w', env=W)\n",
+            r"w failed: ZeroDivisionError: division by zero (some_job.py:4)",
+        ),
+        (
+            "from deltawire.job import Job\n"
+            "class W:\n  def reset(self): return ''\n"
+            "  def step(self, message): return 'x', 1.0, True\n"
+            "job = Job(name='w', env=W)\n",
+            "the policy has nothing to read",
+        ),
+        (
+            "from deltawire.job import Job, reward\n@reward\ndef bad(episode): return 'x' + 1\n"
+            "job = Job(name='w', env='letters', rewards=[bad])\n",
+            "reward bad: TypeError",
+        ),
+    ],
+)
+def test_a_fault_is_named_with_its_line_and_the_exit_code_is_one(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    path = tmp_path / "some_job.py"
+    path.write_text(text)
+    result = runner("check", str(path))
+    assert result.exit_code == 1
+    assert said in result.output.replace("\n", " ")
+
+
+def test_the_starter_checks_out_and_its_test_passes(tmp_path: Path) -> None:
+    result = runner("new", "my_sums", "--folder", str(tmp_path))
+    assert result.exit_code == 0
+    assert check_job(tmp_path / "my_sums.py").passed
+    test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    assert subprocess.run(test, cwd=tmp_path, timeout=120, check=False).returncode == 0
+
+
+def test_a_starter_never_overwrites_and_wants_a_plain_name(tmp_path: Path) -> None:
+    write_starter("mine", tmp_path)
+    with pytest.raises(JobError, match="is there already"):
+        write_starter("mine", tmp_path)
+    with pytest.raises(JobError, match="cannot name a job"):
+        write_starter("../mine", tmp_path)
+
+
+CHAT = [
+    Message(role="system", content="s"),
+    Message(role="user", content="u"),
+    Message(role="assistant", content="a"),
+    Message(role="user", content="v"),
+]
+FAITHFUL = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% endfor %}"
+FORGETFUL = (
+    "{% for m in messages %}{% if loop.last or m.role != 'assistant' %}"
+    "{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+)
+NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+def test_a_template_that_keeps_earlier_turns_is_fine() -> None:
+    assert template_problem(FAITHFUL, CHAT) == ""
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [(FORGETFUL, "rewrites earlier turns"), (NO_SYSTEM, "no system"), ("{% if %}", "refuses")],
+)
+def test_a_template_that_cannot_carry_the_conversation_is_told(template: str, said: str) -> None:
+    assert said in template_problem(template, CHAT)
+
+
+def test_a_template_is_found_in_a_model_folder(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "old"}')
+    assert find_chat_template(str(tmp_path)) == "old"
+    (tmp_path / "chat_template.jinja").write_text("new")
+    assert find_chat_template(str(tmp_path)) == "new"
+    assert find_chat_template(str(tmp_path / "none")) is None
+
+
+@pytest.mark.parametrize(
+    ("roles", "said"),
+    [
+        ("system user assistant user", ""),
+        ("user assistant tool tool assistant", ""),
+        ("user user", "two user messages"),
+        ("user system", "after the first place"),
+        ("robot", "none of"),
+    ],
+)
+def test_roles_that_templates_refuse_are_told(roles: str, said: str) -> None:
+    problem = role_problem([Message(role=role, content="") for role in roles.split()])
+    assert (said in problem) if said else problem == ""
+
+
+def test_an_estimate_is_made_of_the_models_size() -> None:
+    needs = estimate(JobSpec(name="a", model=ModelSpec(source="x/y-1B")))
+    assert needs is not None
+    assert needs.trainer_bytes == 18e9
+    assert needs.rollouts_per_step == 32
+    assert estimate(JobSpec(name="a", model=ModelSpec(source="x/y"))) is None
+    assert readable_bytes(1.5e9) == "1.5 GB"
