@@ -26,7 +26,7 @@ from deltawire_inference.vllm_plugin.pieces import TablePiece
 from deltawire_inference.vllm_plugin.receiver import Receiver
 from deltawire_inference.vllm_plugin.staged import plan_patch
 from deltawire_inference.vllm_plugin.trace import learn_map
-from deltawire_inference.vllm_plugin.verify import differences
+from deltawire_inference.vllm_plugin.verify import absorbed_names, differences
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Parameter:
@@ -304,3 +304,26 @@ def test_verify_finds_a_layout_that_was_shuffled_after_loading() -> None:
     found = differences(live, where, weights.items())
 
     assert set(found) == {"strided", "expert"}
+
+
+def test_latent_attention_with_copies_of_its_own_is_refused() -> None:
+    model = torch.nn.Module()
+    model.attention = torch.nn.Module()
+    model.attention.W_UV = torch.zeros(2)
+    where = learn_map(OddModel(), specs(SHAPES))
+    where.pieces["layers.0.kv_b_proj.weight"] = where.pieces["q"]
+
+    assert absorbed_names(model, where) == ["layers.0.kv_b_proj.weight"]
+    assert absorbed_names(OddModel(), where) == []
+    where.refuse(["q"], "for a reason")
+    with pytest.raises(UnmappableName, match="for a reason"):
+        where.require_mapped(["q"])
+
+
+def test_a_tensor_served_narrower_than_published_is_refused() -> None:
+    wide = [TensorSpec(name="row", shape=(8, 8), dtype=torch.float32), *specs({"q": (8, 8)})]
+
+    where = learn_map(OddModel(), wide)
+
+    assert set(where.opaque) == {"row"}
+    assert "published as torch.float32, served as torch.bfloat16" in where.opaque["row"]

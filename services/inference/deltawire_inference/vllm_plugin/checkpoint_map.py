@@ -86,7 +86,7 @@ class Placement:
 
 @dataclass(slots=True, kw_only=True)
 class CheckpointMap:
-    """The learned map of one rank. Read-only once learned, but for relayouts."""
+    """The learned map of one rank. Read-only once it has been proved."""
 
     targets: tuple[Target, ...]
     specs: dict[str, TensorSpec]
@@ -101,6 +101,12 @@ class CheckpointMap:
     def ignored(self) -> frozenset[str]:
         """Names that reach no tensor of this rank."""
         return frozenset(self.specs) - frozenset(self.pieces) - frozenset(self.opaque)
+
+    def refuse(self, names: Iterable[str], reason: str) -> None:
+        """Make names opaque that were mapped."""
+        for name in names:
+            self.pieces.pop(name, None)
+            self.opaque[name] = reason
 
     def require_mapped(self, names: Iterable[str]) -> None:
         """Refuse unknown and opaque names.

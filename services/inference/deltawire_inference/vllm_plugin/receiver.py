@@ -25,17 +25,18 @@ import torch
 from deltawire.protocol.errors import MalformedObject, ReplicaBroken
 from deltawire_inference.vllm_plugin.checkpoint_files import read_specs, read_tensors
 from deltawire_inference.vllm_plugin.checkpoint_map import CheckpointMap
+from deltawire_inference.vllm_plugin.huge_pages import use_huge_pages
 from deltawire_inference.vllm_plugin.live import LiveModel, differing, read_tensor, write_tensor
 from deltawire_inference.vllm_plugin.relayout import RULES, add_relayouts
-from deltawire_inference.vllm_plugin.scatter import scatter
+from deltawire_inference.vllm_plugin.scatter import scatter, warm_up
 from deltawire_inference.vllm_plugin.staged import (
     PatchPlan,
     load_values,
     plan_patch,
     save_values,
 )
-from deltawire_inference.vllm_plugin.trace import learn_map
-from deltawire_inference.vllm_plugin.verify import Audit, audit, require_equal
+from deltawire_inference.vllm_plugin.trace import learn_map, runtime_tensors
+from deltawire_inference.vllm_plugin.verify import Audit, absorbed_names, audit, require_equal
 
 MAX_DIFF_SHARE = 0.1
 """Above this share of changed elements a dense copy is cheaper than a scatter, and far smaller."""
@@ -100,8 +101,11 @@ class Receiver:
         """
         learned = learn_map(self._model, read_specs(model_dir))
         add_relayouts(self._model, learned, RULES)
+        absorbed = absorbed_names(self._model, learned)
+        learned.refuse(absorbed, "latent attention keeps products of it that are not refreshed")
         require_equal(LiveModel(self._model), learned, read_tensors(model_dir))
         self.adopt(learned)
+        use_huge_pages(runtime_tensors(self._model).values())
         return audit(self._model, learned)
 
     def adopt(self, learned: CheckpointMap) -> None:
@@ -219,6 +223,7 @@ class Receiver:
             offsets = segment.offsets.to(flat.device, copy=True)
             segments.append(replace(segment, offsets=offsets, slices=()))
             ready[segment.key] = values[segment.key].to(flat, copy=True)
+            warm_up(flat, offsets, ready[segment.key])
         held = replace(plan, segments=tuple(segments))
         self._patches[key] = HeldPatch(plan=held, values=ready, ready=True)
 

@@ -17,6 +17,9 @@ from deltawire_inference.vllm_plugin.checkpoint_map import CheckpointMap
 from deltawire_inference.vllm_plugin.live import LiveModel, count_differences
 from deltawire_inference.vllm_plugin.trace import storage_id
 
+_MLA_COPIES = ("W_UK", "W_UK_T", "W_UV")
+"""Where vLLM's MLA layers keep what they computed from `kv_b_proj`."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
@@ -62,6 +65,15 @@ def audit(model: torch.nn.Module, where: CheckpointMap) -> Audit:
         unwritten=tuple(sorted((parameters & known) - written)),
         derived=tuple(sorted(_derived(model))),
     )
+
+
+def absorbed_names(model: torch.nn.Module, where: CheckpointMap) -> list[str]:
+    """Checkpoint tensors that latent attention (MLA) copies into products of its own after loading.
+
+    An update in place reaches the parameter and not the copies that the kernels read.
+    """
+    copies = any(hasattr(module, copy) for module in model.modules() for copy in _MLA_COPIES)
+    return [name for name in where.pieces if copies and ".kv_b_proj." in name]
 
 
 def _derived(model: torch.nn.Module) -> Iterable[str]:
