@@ -16,7 +16,7 @@ from deltawire.codec.digest import Digest, check_digests, digest_full
 from deltawire.codec.merge import compose, merge_deltas
 from deltawire.codec.patch import Layout, OldValues, SparsePatch
 from deltawire.protocol.chain import Link
-from deltawire.protocol.errors import DigestMismatch
+from deltawire.protocol.errors import DigestMismatch, MalformedObject
 from deltawire.protocol.layout import ObjectKind
 from deltawire.sync.replay import by_link, check_header
 
@@ -75,8 +75,10 @@ def read_route(
         headers = [read_header(path) for path in paths]
         for header in headers:
             check_header(header, link, run_id=run_id, layout=layout, name=link.key)
-        if link.kind == ObjectKind.ANCHOR:
+        if link.kind is ObjectKind.ANCHOR:
             values, digest = _anchor(paths, layout=layout, live=live)
+        elif len(paths) != 1:
+            raise MalformedObject(f"{link.key}: a delta is one file, {len(paths)} were given")
         else:
             patches = decode_delta(paths[0], layout=layout, old=values)
             digest = check_digests(headers[0], patches, layout, held=digest, name=link.key)
