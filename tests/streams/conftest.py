@@ -1,6 +1,7 @@
 """Every backend of the streams seam, on real servers, behind one fixture."""
 
 import os
+import shutil
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -40,7 +41,12 @@ class Backend:
 
 def redis_binaries() -> dict[str, Path]:
     """Each server that is here, by a name for the test id."""
-    found = {"redis-on-path": local_server.find_binary(), "redis-in-wheel": _bundled()}
+    valkey = shutil.which("valkey-server")
+    found = {
+        "redis-on-path": local_server.find_binary(),
+        "redis-in-wheel": _bundled(),
+        "valkey-on-path": Path(valkey) if valkey else None,
+    }
     return {name: path for name, path in found.items() if path is not None}
 
 
@@ -143,7 +149,14 @@ def through_gateway(behind: Backend, stack: AsyncExitStack) -> Backend:
 
 
 @pytest.fixture(
-    params=["memory", "redis-on-path", "redis-in-wheel", "gateway-memory", "gateway-redis"]
+    params=[
+        "memory",
+        "redis-on-path",
+        "redis-in-wheel",
+        "valkey-on-path",
+        "gateway-memory",
+        "gateway-redis",
+    ]
 )
 async def backend(
     request: pytest.FixtureRequest,

@@ -272,6 +272,8 @@ async def test_a_failover_found_by_sentinel_is_followed(
 async def test_a_cluster_serves_a_run(tmp_path, redis_server, make_ticket, make_group):
     server = local_server.start(
         tmp_path / "cluster",
+        # The cluster bus takes the port 10000 above.
+        port=next(port for port in iter(_free_port, 0) if port < 55_000),
         password="pw",
         binary=redis_server.binary,
         extra="cluster-enabled yes\ncluster-node-timeout 2000\n",

@@ -1,7 +1,8 @@
 """A Redis of one's own: find a server binary, start it on loopback with a password, stop it.
 
 For the command line and the tests. Data is kept in an append-only file, so that a killed server
-comes back with everything it had answered for.
+comes back with everything it had answered for. That takes `appendfsync always`: with `everysec` a
+server answers up to two seconds before it writes, whenever its background sync is slow.
 """
 
 import importlib.util
@@ -109,7 +110,7 @@ requirepass {password}
 dir {folder.resolve()}
 save ""
 appendonly yes
-appendfsync everysec
+appendfsync always
 maxmemory-policy noeviction
 daemonize no
 """
