@@ -12,7 +12,7 @@ import pytest
 import torch
 from fastapi import FastAPI
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from deltawire.codec.patch import Layout
 from deltawire.protocol.versions import PolicyVersion
@@ -51,7 +51,7 @@ def _byte_tokenizer() -> PreTrainedTokenizerFast:
 class TinyRun:
     """The trainer's side: weights that move, and versions published from them."""
 
-    model: LlamaForCausalLM
+    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     publisher: Publisher
     store: LocalStore
@@ -113,7 +113,12 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
     publishers: list[Publisher] = []
 
     def make(
-        *, dtype: torch.dtype = torch.bfloat16, tied: bool = True, seed: int = 0, name: str = "tiny"
+        *,
+        dtype: torch.dtype = torch.bfloat16,
+        tied: bool = True,
+        seed: int = 0,
+        name: str = "tiny",
+        model: PreTrainedModel | None = None,
     ) -> TinyRun:
         torch.manual_seed(seed)
         tokenizer = _byte_tokenizer()
@@ -131,9 +136,9 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=None,
         )
-        model = LlamaForCausalLM(config).to(dtype).eval()
+        model = (model or LlamaForCausalLM(config)).to(dtype).eval()
         folder = tmp_path / name
-        config.save_pretrained(folder / "model")
+        model.config.save_pretrained(folder / "model")
         tokenizer.save_pretrained(folder / "model")
         store = LocalStore(folder / "bucket")
         publisher = Publisher.open(
