@@ -56,6 +56,7 @@ def test_another_placement_is_refused() -> None:
         part_of((4,), [Partial()], [2], [0])
 
 
+@pytest.mark.timeout(600)
 def test_an_fsdp2_model_on_two_ranks_is_published_shard_by_shard(tmp_path: Path) -> None:
     script = Path(__file__).with_name("sharded_ranks.py")
     ranks = [
@@ -68,7 +69,7 @@ def test_an_fsdp2_model_on_two_ranks_is_published_shard_by_shard(tmp_path: Path)
         for rank in range(2)
     ]
     try:
-        ended = [rank.communicate(timeout=240) for rank in ranks]
+        ended = [rank.communicate(timeout=540) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
