@@ -5,9 +5,9 @@ encoding, writes the file and says what it did.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from deltawire.codec.compact import compact_sections
 from deltawire.codec.container import Section, aligned, header_bytes, write_container
@@ -17,9 +17,10 @@ from deltawire.codec.seed import seed_sections
 from deltawire.protocol.errors import LayoutMismatch, UnknownSchema
 from deltawire.protocol.header import ObjectHeader
 
-Encoding = Literal["auto", "seed", "compact", "classes", "raw", "gap_delta"]
-"""auto: compact, or classes where the link is slow. Either gives way to seed where seed is smaller.
-raw and gap_delta are TRL's v1 (foreign.py): they carry no digests, so our followers refuse them."""
+Encoding = Literal["auto", "seed", "compact", "absolute", "classes", "raw", "gap_delta"]
+"""auto: compact, or classes where the link is slow. absolute is compact with whole values, for a
+receiver that cannot give old ones. Any of these gives way to seed where seed is smaller. raw and
+gap_delta are TRL's v1 (foreign.py): they carry no digests, so our followers refuse them."""
 
 CLASSES_SAVE = 0.25
 """Share of a compact file that classes saves, as measured (bench/results/codec.json)."""
@@ -136,14 +137,16 @@ def _relative(
     base: OldValues | None,
     threads: int,
 ) -> _Option:
-    if encoding not in ("compact", "classes"):
-        raise UnknownSchema(
-            f"unknown encoding {encoding!r}; known are auto, seed, compact, classes"
-        )
+    if encoding not in ("compact", "absolute", "classes"):
+        known = ", ".join(get_args(Encoding))
+        raise UnknownSchema(f"unknown encoding {encoding!r}; known are {known}")
     if encoding == "classes" and base is None:
         raise LayoutMismatch("the classes encoding needs the base weights")
+    if encoding == "absolute":
+        patches = [replace(patch, old=None) for patch in patches]
     sections = compact_sections(
         patches, layout, base=base if encoding == "classes" else None, threads=threads
     )
-    full = header.model_copy(update={"encoding": encoding, "changed_params": []})
+    written = "classes" if encoding == "classes" else "compact"
+    full = header.model_copy(update={"encoding": written, "changed_params": []})
     return _Option(aligned(sections), full)

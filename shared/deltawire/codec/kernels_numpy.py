@@ -165,7 +165,7 @@ def encode_steps(
     absolutes: BitArray,
 ) -> tuple[int, int]:
     """See kernels.py."""
-    step = _ordered(new) - _ordered(old)
+    step = ordered(new) - ordered(old)
     packed = np.packbits(step > 0, bitorder="little")
     signs[: packed.size] = packed
     size = np.abs(step)
@@ -189,11 +189,11 @@ def decode_steps(
     size = np.ones(old.size, np.int64)
     size[places] = sizes
     up = np.unpackbits(signs, count=old.size, bitorder="little").astype(bool)
-    new[:] = _unordered(_ordered(old) + np.where(up, size, -size), old.dtype)
+    new[:] = _unordered(ordered(old) + np.where(up, size, -size), old.dtype)
     new[places[sizes == 255]] = absolutes
 
 
-def _ordered(bits: BitArray) -> IndexArray:
+def ordered(bits: BitArray) -> IndexArray:
     """Bit patterns on the line where neighbours are floats one unit in the last place apart."""
     top = 1 << (8 * bits.itemsize - 1)
     wide = bits.astype(np.int64)
