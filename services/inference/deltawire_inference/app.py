@@ -73,6 +73,9 @@ class Inference:
     def now(self) -> ReplicaStatus:
         """The state of this moment; also the heartbeat."""
         replica, load = self.replica, self.engine.load()
+        self.metrics.set("tokens_per_second", load.tokens_per_s)
+        self.metrics.set("requests_running", load.running)
+        self.metrics.set("requests_waiting", load.waiting)
         producer = self.production.producer
         return ReplicaStatus(
             replica_id=replica.replica_id,

@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -19,6 +21,7 @@ from deltawire.protocol.errors import (
 )
 from deltawire.protocol.generation import GenerateRequest, GenerateResponse
 from deltawire.protocol.versions import PolicyVersion
+from deltawire_inference.engines.background import yield_to_sampling
 from deltawire_inference.engines.base import (
     ApplyReport,
     EngineLoad,
@@ -34,6 +37,9 @@ from deltawire_inference.engines.torch.model import LoadedModel, build_model
 from deltawire_inference.engines.torch.row import Row, dice_of
 from deltawire_inference.engines.torch.stops import StopRule
 from deltawire_inference.engines.torch.weights import LiveWeights
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class _Parts:
@@ -54,6 +60,9 @@ class TorchEngine:
         self._limits = limits or Limits()
         self._device = torch.device(device)
         self._parts: _Parts | None = None
+        self._stager = ThreadPoolExecutor(
+            1, thread_name_prefix="stage", initializer=yield_to_sampling
+        )
 
     @property
     def version(self) -> PolicyVersion | None:
@@ -118,8 +127,8 @@ class TorchEngine:
         return await self._errand(lambda: parts.core.score(ids))
 
     async def stage(self, objects: Objects) -> StagedUpdate:
-        """See Engine. Runs beside the engine's thread."""
-        return await asyncio.to_thread(self._ready().weights.stage, objects)
+        """See Engine. Runs beside the engine's thread, and yields to it."""
+        return await self._aside(self._ready().weights.stage, objects)
 
     async def apply(self, staged: StagedUpdate, *, mode: SwapMode) -> ApplyReport:
         """See Engine."""
@@ -136,7 +145,7 @@ class TorchEngine:
 
     async def verify(self) -> str:
         """See Engine. Between two swaps, so the caller must not apply meanwhile."""
-        return str(await asyncio.to_thread(self._ready().weights.recomputed))
+        return str(await self._aside(self._ready().weights.recomputed))
 
     async def load_adapter(self, name: str, path: Path) -> None:
         """See Engine."""
@@ -224,6 +233,10 @@ class TorchEngine:
             if not flight.over:
                 with suppress(EngineError):  # a stopped engine has forgotten it already
                     loop.cancel(flight)
+
+    async def _aside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._stager, partial(work, *args, **kwargs))
 
     async def _errand(self, errand: Callable[[], list[float]]) -> list[float]:
         return await asyncio.wrap_future(self._ready().loop.between_steps(errand))
