@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from deltawire.cli.rollout_commands import rollouts, worker
+from deltawire.cli import job_commands
 from deltawire.protocol.errors import DeltawireError
 
 app = typer.Typer(
@@ -69,6 +70,9 @@ def status(
 
 app.command()(worker)
 app.command()(rollouts)
+
+
+job_commands.mount(app)
 
 
 def main() -> None:
