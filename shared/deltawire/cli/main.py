@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from deltawire.cli.rollout_commands import rollouts, worker
 from deltawire.cli import job_commands
+from deltawire.cli.rollout_commands import rollouts, worker
 from deltawire.protocol.errors import DeltawireError
 
 app = typer.Typer(
