@@ -3,71 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from deltawire.codec.patch import Layout, SparsePatch
-from deltawire.protocol.chain import TensorSpec
-from deltawire.protocol.errors import LayoutMismatch
 from deltawire.protocol.layout import ObjectKind
-from deltawire.sync.skips import RecentDeltas, merged
-
-SIZE = 12
-LAYOUT = Layout(TensorSpec(name=name, shape=[SIZE], dtype="BF16") for name in ("a", "b"))
-Bits = dict[str, np.ndarray[Any, np.dtype[np.uint16]]]
-
-changes = st.dictionaries(
-    st.tuples(st.sampled_from(["a", "b"]), st.integers(0, SIZE - 1)), st.integers(0, 3), max_size=9
-)
-
-
-def _zeros() -> Bits:
-    return {name: np.zeros(SIZE, np.uint16) for name in LAYOUT}
-
-
-def _delta(bits: Bits, change: dict[tuple[str, int], int]) -> list[SparsePatch]:
-    """Write a change into the weights; returns it as patches, as a diff finds it."""
-    patches = []
-    for name in LAYOUT:
-        wanted = bits[name].copy()
-        for (tensor, position), value in change.items():
-            if tensor == name:
-                wanted[position] = value
-        indices = np.flatnonzero(wanted != bits[name]).astype(np.int32)
-        if indices.size:
-            patches.append(
-                SparsePatch(
-                    name=name, indices=indices, values=wanted[indices], old=bits[name][indices]
-                )
-            )
-        bits[name] = wanted
-    return patches
-
-
-@given(st.lists(changes, max_size=6))
-def test_a_merge_leads_where_its_deltas_lead_and_carries_nothing_more(
-    chain: list[dict[tuple[str, int], int]],
-) -> None:
-    end = _zeros()
-    patches = merged([_delta(end, change) for change in chain], LAYOUT)
-
-    start = _zeros()
-    for patch in patches:
-        assert patch.old is not None
-        assert np.array_equal(start[patch.name][patch.indices], patch.old)
-        assert (patch.values != patch.old).all()
-        start[patch.name][patch.indices] = patch.values
-    assert all(np.array_equal(start[name], end[name]) for name in LAYOUT)
-    assert [patch.name for patch in patches] == sorted(patch.name for patch in patches)
-
-
-def test_a_merge_without_old_values_is_refused() -> None:
-    patch = SparsePatch(name="a", indices=np.array([1], np.int32), values=np.array([1], np.uint16))
-
-    with pytest.raises(LayoutMismatch, match="no old values"):
-        merged([[patch], [patch]], LAYOUT)
+from deltawire.sync.skips import RecentDeltas
 
 
 def test_levels_end_at_their_multiples_and_need_a_whole_run_of_versions() -> None:
