@@ -25,7 +25,16 @@ OURS: tuple[Encoding, ...] = ("seed", "compact", "classes")
 RIVALS = {"seed+zstd": rivals.seed_zstd, "pulse": rivals.pulse, "slime": rivals.slime}
 _DENSE, _DENSE_EVERY = ("slime",), 4
 """What walks all weights is measured on every fourth step."""
-_SIZE_MODULES = ("classes", "compact", "container", "positions", "seed", "segments", "values")
+_SIZE_MODULES = (
+    "classes",
+    "compact",
+    "container",
+    "positions",
+    "seed",
+    "segment_file",
+    "segments",
+    "values",
+)
 Row = dict[str, str | int | float]
 
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from deltawire.codec.anchor import iter_anchor
-from deltawire.codec.compact import Row
 from deltawire.codec.container import MAX_HEADER_BYTES, Container, Section, write_container
 from deltawire.codec.decode import decode_delta, read_header
 from deltawire.codec.digest import Digest, check_digests, digest_full
 from deltawire.codec.encode import encode_delta
 from deltawire.codec.patch import Layout, SparsePatch, check_patches
 from deltawire.codec.positions import squeeze
+from deltawire.codec.segment_file import Row
 from deltawire.protocol.chain import TensorSpec
 from deltawire.protocol.errors import (
     DigestMismatch,
