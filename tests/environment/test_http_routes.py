@@ -161,7 +161,7 @@ async def test_without_a_job_there_is_no_job_and_no_score(serve_environment) -> 
     async with serve_environment() as running, running.http() as http:
         assert (await http.get("/job")).status_code == 404
         body = {"episodes": [{"messages": []}]}
-        assert (await http.post("/score", json=body)).status_code == 501
+        assert (await http.post("/score", json=body)).status_code == 409
 
 
 @pytest.mark.parametrize(

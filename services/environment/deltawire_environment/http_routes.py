@@ -280,7 +280,7 @@ def _add_score(router: APIRouter, episodes: Episodes) -> None:
     async def score(body: ScoreRequest) -> ScoreReply:
         """What the job's reward functions say of finished episodes."""
         if not episodes.rewards:
-            raise HTTPException(501, detail="the job has no reward functions; its world scores")
+            raise HTTPException(409, detail="the job has no reward functions; its world scores")
         return ScoreReply(
             scores=[
                 ScoreAnswer(**dataclasses.asdict(await episodes.score(asked.transcript())))
