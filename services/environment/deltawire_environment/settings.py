@@ -37,7 +37,7 @@ class EnvironmentSettings(ServiceSettings):
     """Largest message a client may send."""
     body_bytes: PositiveInt = 1024 * 1024
     """Largest HTTP body."""
-    drain_s: NonNegativeFloat = 5.0
+    drain_s: NonNegativeFloat = 2.0
     """After SIGTERM, how long running episodes may go on."""
     step_timeout_s: PositiveFloat = 60.0
     """Longest time a world may take for one reset or step."""
