@@ -21,12 +21,12 @@ job = Job(
     ),
     sampling={"temperature": 1.0, "max_new_tokens": 10},
     train={
-        "steps": 36,
+        "steps": 40,
         "groups_per_step": 8,
         "group_size": 4,
         # Enough to learn in minutes, low enough to stay sparse; Adam's first steps move most.
         "lr": 3e-5,
-        "warmup_steps": 10,
+        "warmup_steps": 12,
         "max_staleness": 1,
     },
     show=["valid", "first_letter", "solved"],
