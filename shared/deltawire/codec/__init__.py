@@ -11,6 +11,7 @@
 | positions.py, values.py, segments.py, segment_file.py | their parts |
 | foreign.py | TRL's two delta formats, both ways |
 | merge.py | ``merge_deltas``: several deltas as one |
+| warm.py | ``warm``: compile the inner loops ahead of their first use |
 | inspect.py | ``inspect_delta``: a delta in numbers, for people |
 | anchor.py | ``write_anchor``, ``iter_anchor``: every tensor of a version |
 | apply.py | ``LiveTensors``, ``gather``, ``scatter``, ``reverse``: patches onto live weights |
