@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from deltawire_inference.engines.base import SwapMode
+from deltawire_inference.engines.torch.adapters import AdapterBank, Use
 from deltawire_inference.engines.torch.attention import Step
 from deltawire_inference.engines.torch.kv import KVCache, KVShape
 from deltawire_inference.engines.torch.plan import StepPlan, Stretch, plan_step
@@ -34,6 +35,8 @@ class Limits:
     """Tokens of one sequence, prompt included."""
     prefix_bytes: int = 512 * 2**20
     """KV kept for prefixes beside the running rows."""
+    adapters: int = 8
+    """LoRA adapters that can be asked for at a time."""
 
 
 class EngineCore:
@@ -49,6 +52,7 @@ class EngineCore:
             max_rows=limits.max_rows,
             max_step_tokens=limits.max_step_tokens,
         )
+        self.adapters = AdapterBank(model, limit=limits.adapters)
         self.version = version
         self.admits = True
         """False while draining: waiting rows stay outside."""
@@ -84,6 +88,7 @@ class EngineCore:
         shares = self._scheduler.shares()
         if not shares:
             return []
+        self.adapters.uses = _uses(shares)
         logits = self._forward(self._plan(shares))
         drawing = [i for i, share in enumerate(shares) if share.draws]
         rows = [shares[i].row for i in drawing]
@@ -124,6 +129,7 @@ class EngineCore:
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Logprob of each token given those before it, untempered; 0.0 for the first."""
+        self.adapters.uses = ()
         cache = KVCache(self._shape)
         cache.reserve(rows=1, length=len(token_ids))
         logprobs = [0.0]
@@ -163,3 +169,15 @@ class EngineCore:
             step=Step(plan=plan, cache=cache or self._cache),
         ).logits[0]
         return logits
+
+
+def _uses(shares: Sequence[Share]) -> list[Use]:
+    """Where on the flat axis which adapter applies."""
+    uses = []
+    begin = 0
+    for share in shares:
+        tokens = slice(begin, begin + share.count)
+        begin += share.count
+        if share.row.adapter is not None:
+            uses.append(Use(adapter=share.row.adapter, tokens=tokens))
+    return uses

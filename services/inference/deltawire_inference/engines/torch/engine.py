@@ -54,7 +54,7 @@ class TorchEngine:
     """Continuous batching on a CPU (or one GPU), weights swapped between two forward passes."""
 
     name = "torch"
-    capabilities = frozenset({"sampling_mask", "score"})
+    capabilities = frozenset({"adapters", "sampling_mask", "score"})
 
     def __init__(self, *, limits: Limits | None = None, device: str = "cpu") -> None:
         self._limits = limits or Limits()
@@ -111,7 +111,9 @@ class TorchEngine:
         with self._flying(request, streams=False) as flight:
             while await flight.next_token() is not None:
                 pass
-        return GenerateResponse(completions=[completion_of(row) for row in flight.rows])
+        return GenerateResponse(
+            completions=[completion_of(row) for row in flight.rows], adapter=request.adapter
+        )
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[SampledToken, None]:
         """See Engine."""
@@ -148,8 +150,11 @@ class TorchEngine:
         return str(await self._aside(self._ready().weights.recomputed))
 
     async def load_adapter(self, name: str, path: Path) -> None:
-        """See Engine."""
-        raise EngineError(f"adapter {name!r}: the torch engine serves no adapters")
+        """See Engine. A PEFT folder, or one file with its configuration in the metadata."""
+        parts = self._ready()
+        bank = parts.core.adapters
+        adapter = await self._aside(bank.read, name, path)
+        await asyncio.wrap_future(parts.loop.between_steps(partial(bank.add, adapter)))
 
     async def pause(self) -> None:
         """See Engine."""
@@ -195,8 +200,7 @@ class TorchEngine:
         parts = self._ready()
         _check_versions(request, parts.core.version)
         _check_ids(request.prompt_ids, parts.loaded)
-        if request.adapter is not None:
-            raise MalformedMessage(f"adapter {request.adapter!r} is not loaded")
+        adapter = None if request.adapter is None else parts.core.adapters.get(request.adapter)
         room = self.max_length - len(request.prompt_ids)
         if room < 1:
             raise MalformedMessage(
@@ -215,6 +219,7 @@ class TorchEngine:
                 stops=stops,
                 dice=dice_of(request, index),
                 token_ids=list(request.prompt_ids),
+                adapter=adapter,
             )
             for index in range(request.n)
         ]

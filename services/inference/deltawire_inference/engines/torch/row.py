@@ -9,6 +9,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from deltawire.protocol.generation import FinishReason, GenerateRequest
+from deltawire_inference.engines.torch.adapters import Adapter
 from deltawire_inference.engines.torch.sampler import Ask, Draw
 from deltawire_inference.engines.torch.stops import StopRule
 
@@ -24,6 +25,7 @@ class Row:
     """The request's own: what it draws does not depend on who else runs."""
     token_ids: list[int]
     """Prompt, then what was sampled."""
+    adapter: Adapter | None = None
     slot: int | None = None
     cached: int = 0
     """Leading tokens whose KV is in the cache row."""
