@@ -113,6 +113,20 @@ def test_agents_of_an_episode_are_compared_with_their_like() -> None:
     assert found == {"a": 0.5, "b": -0.5, "a/1": -10.0, "b/1": 10.0}
 
 
+def test_only_the_chosen_agents_are_trained_on() -> None:
+    group = [
+        Rollout(
+            rollout_id=name,
+            sequences=[two_turn_sequence("maker", 5.0), two_turn_sequence("breaker", reward)],
+        )
+        for name, reward in (("a", 1.0), ("b", 0.0))
+    ]
+
+    samples = batch_samples([("g", group)], algorithm="dr_grpo", group_size=2, agents=["breaker"])
+
+    assert {sample.rollout_id: sample.advantage for sample in samples} == {"a/1": 0.5, "b/1": -0.5}
+
+
 def test_a_lone_sequence_has_its_episodes_reward() -> None:
     group = [
         Rollout(rollout_id=name, sequences=[two_turn_sequence()], reward=reward)

@@ -92,18 +92,25 @@ def _mask_of_trained(sequence: Sequence, trained: NDArray[np.int64]) -> list[lis
 
 
 def batch_samples(
-    groups: PySequence[tuple[str, PySequence[Rollout]]], *, algorithm: str, group_size: int
+    groups: PySequence[tuple[str, PySequence[Rollout]]],
+    *,
+    algorithm: str,
+    group_size: int,
+    agents: PySequence[str] = (),
 ) -> list[TrainingSample]:
     """Weighed samples of a step, from (group id, its usable rollouts).
 
     An episode may hold several sequences (agents, branches). Those of the same agent are compared
     with each other; a lone sequence has its episode's reward, several have their own.
+    `agents` names whose sequences are trained on; none named: all.
     """
     members: dict[tuple[str, str], list[tuple[TrainingSample, float]]] = {}
     for group_id, rollouts in groups:
         for rollout in rollouts:
             alone = len(rollout.sequences) == 1
             for index, sequence in enumerate(rollout.sequences):
+                if agents and sequence.agent not in agents:
+                    continue
                 sample = sample_of(group_id, rollout.rollout_id, sequence, agent=index)
                 if sample is not None:
                     reward = rollout.reward if alone else sequence.reward
