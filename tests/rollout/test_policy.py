@@ -89,6 +89,15 @@ async def test_a_version_not_served_says_when_to_ask_again(fleet):
     assert (raised.value.wanted, raised.value.retry_after_s) == (3, 7.0)
 
 
+async def test_a_pinned_version_that_has_passed_is_not_waited_for(fleet):
+    headers = {"Retry-After": "7", "X-Deltawire-Serving": "9"}
+    fleet.answers["a"] = [httpx.Response(409, headers=headers, json={})]
+    completer = Completer(HttpPolicy(["http://a"], transport=fleet), waits=Waits())
+    with pytest.raises(VersionNotServed) as raised:
+        await completer.complete(ask(policy_version=3), deadline=Deadline.after(60))
+    assert raised.value.serving == 9
+
+
 @pytest.mark.parametrize("answer", [httpx.Response(401), httpx.Response(200, json={"x": 1})])
 async def test_what_is_no_completion_is_an_error_with_its_status(fleet, answer):
     fleet.answers["a"] = [answer]

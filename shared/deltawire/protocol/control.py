@@ -10,6 +10,9 @@ from deltawire.protocol.wire_model import OpenWireModel, WireModel
 TOKEN_HEADER = "X-Deltawire-Token"
 """Where a private Space's proxy uses `Authorization` for itself."""
 
+SERVING_HEADER = "X-Deltawire-Serving"
+"""With a 409 for a version not served: the one that is, so that a caller sees what has passed."""
+
 HEALTHZ, READYZ, STATUS, METRICS = "/healthz", "/readyz", "/status", "/metrics"
 UPDATE_WEIGHTS, PAUSE, RESUME, STOP, SYNC = (
     "/update_weights",

@@ -10,6 +10,10 @@ from deltawire.protocol.wire_model import WireModel
 FinishReason = Literal["stop", "length", "abort"]
 
 
+MOST_COMPLETIONS = 256
+"""Of one request."""
+
+
 class Sampling(WireModel):
     """How tokens are drawn. Behaviour logprobs are those of the distribution sampled from."""
 
@@ -30,7 +34,7 @@ class GenerateRequest(WireModel):
     """One prompt, `n` completions. Prompt ids are shared, so the prefix is computed once."""
 
     prompt_ids: list[int] = Field(min_length=1)
-    n: int = Field(1, ge=1, le=256)
+    n: int = Field(1, ge=1, le=MOST_COMPLETIONS)
     sampling: Sampling = Sampling()
     policy_version: PolicyVersion | None = None
     """Pin: answer 409 when this version is not the one served."""

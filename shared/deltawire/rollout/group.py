@@ -20,6 +20,7 @@ from deltawire.protocol.errors import (
     RemoteError,
     VersionNotServed,
 )
+from deltawire.protocol.generation import MOST_COMPLETIONS
 from deltawire.protocol.rollouts import RolloutGroup, Ticket
 from deltawire.rollout.completer import Completer, Sampled
 from deltawire.rollout.deadline import Deadline
@@ -135,6 +136,8 @@ async def _first_turns(
             alike[tuple(episode.request().prompt_ids)].append(number)
     answers: dict[int, Sampled] = {}
     for numbers in alike.values():
+        if len(numbers) > MOST_COMPLETIONS:
+            continue  # each asks for its own
         with _faults_are_data(*(episodes[number] for number in numbers)):
             request = episodes[numbers[0]].request(n=len(numbers))
             sampled = await shop.completer.complete(request, deadline=deadline)

@@ -15,7 +15,7 @@ import httpx
 from pydantic import SecretStr, ValidationError
 
 from deltawire.control.client import token_headers
-from deltawire.protocol.control import GENERATE
+from deltawire.protocol.control import GENERATE, SERVING_HEADER
 from deltawire.protocol.errors import EngineError, RemoteError, VersionNotServed
 from deltawire.protocol.generation import GenerateRequest, GenerateResponse
 from deltawire.streams.backoff import backoff_s
@@ -146,7 +146,7 @@ def _parsed(response: httpx.Response, request: GenerateRequest) -> GenerateRespo
     if response.status_code == httpx.codes.CONFLICT:
         raise VersionNotServed(
             wanted=request.policy_version if request.policy_version is not None else -1,
-            serving=None,
+            serving=_serving(response.headers),
             retry_after_s=_retry_after_s(response.headers),
         )
     if response.is_error:
@@ -159,6 +159,11 @@ def _parsed(response: httpx.Response, request: GenerateRequest) -> GenerateRespo
         raise RemoteError(
             str(response.url), status=response.status_code, detail=f"not a completion: {error}"
         ) from error
+
+
+def _serving(headers: Mapping[str, str]) -> int | None:
+    served = headers.get(SERVING_HEADER, "")
+    return int(served) if served.isdigit() else None
 
 
 def _retry_after_s(headers: Mapping[str, str]) -> float:

@@ -7,7 +7,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from deltawire.protocol import errors
-from deltawire.protocol.control import Problem
+from deltawire.protocol.control import SERVING_HEADER, Problem
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ async def _answer_known(request: Request, error: Exception) -> JSONResponse:
     headers = {}
     if isinstance(error, errors.VersionNotServed):
         headers["Retry-After"] = str(max(1, round(error.retry_after_s)))
+        headers[SERVING_HEADER] = "" if error.serving is None else str(error.serving)
     elif problem.status == 503:
         headers["Retry-After"] = "1"
     return JSONResponse(problem.model_dump(), status_code=problem.status, headers=headers)

@@ -319,7 +319,7 @@ class RedisStreams:
         await self._script(
             scripts.BURY,
             [stream, self._dead, self._counters],
-            [group, entry_id, reason, counted_reason(reason), DEAD_LETTERS_KEPT],
+            [group, entry_id, reason[:1000], counted_reason(reason), DEAD_LETTERS_KEPT],
         )
         log.warning("entry dead-lettered", extra={"entry": entry_id, "reason": reason})
 
