@@ -29,10 +29,15 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("small_buckets")
 @pytest.mark.parametrize("way", list(WAYS))
-@given(specs=specs, seed=seeds, steps=st.lists(densities, min_size=1, max_size=3))
+@given(
+    specs=specs,
+    seed=seeds,
+    steps=st.lists(densities, min_size=1, max_size=3),
+    threads=st.sampled_from([None, 1, 3]),
+)
 @settings(max_examples=50, deadline=None)
 def test_every_way_finds_exactly_what_differs(
-    way: str, specs: list, seed: int, steps: list[float]
+    way: str, specs: list, seed: int, steps: list[float], threads: int | None
 ) -> None:
     layout, rng = Layout(specs), np.random.default_rng(seed)
     before = random_bits(layout, rng)
@@ -40,7 +45,7 @@ def test_every_way_finds_exactly_what_differs(
 
     for density in steps:
         after = mutate(before, layout, density, rng)
-        found = shadow.diff(tensors_of(after, layout).items())
+        found = shadow.diff(tensors_of(after, layout).items(), threads=threads)
         assert_same(found, difference(before, after, layout))
         before = after
 

@@ -24,6 +24,7 @@ from deltawire.codec.diff_device import DeviceBits
 from deltawire.codec.digest import Digest, digest_full
 from deltawire.codec.kernels import Kernels
 from deltawire.codec.kernels_numpy import rounded
+from deltawire.codec.parallel import mapped
 from deltawire.codec.patch import Layout, OldValues, SparsePatch, TensorLayout
 from deltawire.protocol.errors import LayoutMismatch
 
@@ -33,6 +34,8 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 _Find = Callable[[BitArray, BitArray, int, IndexArray, BitArray, BitArray, int], tuple[int, int]]
 _ROOM = 1 << 19
 """Changes that the output buffers hold at first; they grow when a diff is denser."""
+_CALL_ELEMENTS = 1 << 16
+"""What a tensor costs beyond its elements, in elements: dealing out to threads counts it."""
 _CAST_CHUNK = 1 << 20
 """Elements cast at a time where no fused loop exists (fp32 masters published as fp16)."""
 
@@ -87,20 +90,19 @@ class Shadow:
         """Diffs that are neither committed nor rolled back."""
         return len(self._pending)
 
-    def diff(self, named_tensors: NamedTensors) -> list[SparsePatch]:
+    def diff(self, named_tensors: NamedTensors, *, threads: int | None = None) -> list[SparsePatch]:
         """What differs from the published bits, with old values, in layout order; moves the shadow.
 
-        Raises LayoutMismatch, and leaves the shadow as it was, when a tensor is missing, twice,
-        of another shape, or of a dtype that does not lead to the published one.
+        `threads` share the tensors on the CPU; None: as many as torch may use, which has nothing
+        to do meanwhile. Raises LayoutMismatch, and leaves the shadow as it was, when a tensor is
+        missing, twice, of another shape, or of a dtype that does not lead to the published one.
         """
         with self._lock:
             found = dict(_chosen(named_tensors, self.layout))
             there = {n: t for n, t in found.items() if self._is_beside(t)}
+            here = {n: t for n, t in found.items() if n not in there}
             patches = self._diff_beside(there) if there else {}
-            room = _ChangeRoom()
-            for name, tensor in found.items():
-                if name not in there:
-                    patches[name] = self._diff_one(self.layout[name], tensor, room)
+            patches |= self._diff_here(here, threads or torch.get_num_threads())
             changed = [patches[n] for n in self.layout if n in patches and patches[n].changed]
             self._pending.append(changed)
             return changed
@@ -146,6 +148,24 @@ class Shadow:
         for patch in patches.values():
             self._loops.scatter(self._bits[patch.name], patch.indices, patch.values)
         return patches
+
+    def _diff_here(
+        self, tensors: Mapping[str, torch.Tensor], threads: int
+    ) -> dict[str, SparsePatch]:
+        """Compare on the CPU, the tensors dealt out to threads by size."""
+        hands: list[list[str]] = [[] for _ in range(threads)]
+        held = [0] * threads
+        for name in sorted(tensors, key=lambda name: -self.layout[name].numel):
+            least = held.index(min(held))
+            hands[least].append(name)
+            held[least] += self.layout[name].numel + _CALL_ELEMENTS
+
+        def compare(names: list[str]) -> list[SparsePatch]:
+            room = _ChangeRoom()
+            return [self._diff_one(self.layout[name], tensors[name], room) for name in names]
+
+        found = mapped(compare, hands, threads=threads)
+        return {patch.name: patch for patches in found for patch in patches}
 
     def _diff_one(
         self, tensor: TensorLayout, source: torch.Tensor, room: "_ChangeRoom"
