@@ -59,6 +59,7 @@ from deltawire_inference.engines.vllm.requests import (
 from deltawire_inference.engines.vllm.staging import StagedPatch, Stager
 from deltawire_inference.engines.vllm.streaming import tokens_of_event
 from deltawire_inference.engines.vllm.workspace import Workspace
+from deltawire_inference.vllm_plugin.checkpoint_map import UnmappableName
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -169,9 +170,13 @@ class VllmEngine:
         return scores_of(answer, token_ids)
 
     async def stage(self, objects: Objects) -> StagedUpdate:
-        """See Engine."""
+        """See Engine. What cannot go in place ends the child: `start` merges it on disk instead."""
         running = self._ready()
-        return await asyncio.to_thread(running.stager.stage, objects, held=running.digest)
+        try:
+            return await asyncio.to_thread(running.stager.stage, objects, held=running.digest)
+        except UnmappableName as error:
+            await self.close()
+            raise ReplicaBroken(f"{error}; vLLM is started again on the newest version") from error
 
     async def apply(self, staged: StagedUpdate, *, mode: SwapMode) -> ApplyReport:
         """See Engine. Where ranks disagree the child is stopped: nothing half applied serves."""

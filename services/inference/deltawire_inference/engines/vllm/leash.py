@@ -27,7 +27,7 @@ def main(command: list[str]) -> int:
 
 
 def _hold() -> None:
-    while sys.stdin.buffer.read(1):
+    while os.read(0, 1):  # unbuffered: a reader's lock would spoil the interpreter's own end
         pass
     os.killpg(0, signal.SIGTERM)
     time.sleep(GRACE_S)

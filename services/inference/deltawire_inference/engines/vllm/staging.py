@@ -16,6 +16,7 @@ import shutil
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from deltawire.codec.decode import decode_delta
 from deltawire.codec.digest import Digest, digest_full
 from deltawire.codec.patch import Layout, OldValues, SparsePatch
 from deltawire.protocol.chain import RunManifest
+from deltawire.protocol.errors import EngineError
 from deltawire.protocol.layout import ObjectKind
 from deltawire_inference.engines.base import StagedUpdate
 from deltawire_inference.engines.route import Objects, read_route
@@ -138,7 +140,8 @@ class Stager:
         return {name: tensor_of(bits, self._layout[name].dtype) for name, bits in values.items()}
 
     def _discard(self, key: str) -> None:
-        self._calls.call("deltawire_discard", key)
+        with suppress(EngineError):  # a dead child holds nothing
+            self._calls.call("deltawire_discard", key)
         for path in self._calls.folder.glob(f"{key}-*"):
             path.unlink(missing_ok=True)
 

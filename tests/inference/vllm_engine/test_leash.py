@@ -1,0 +1,56 @@
+"""A command on the leash ends with whoever held it, and its status is handed on."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from deltawire_inference.engines.vllm.child import kill_leftover
+
+LEASH = [sys.executable, "-m", "deltawire_inference.engines.vllm.leash"]
+
+
+def start(*command: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([*LEASH, *command], stdin=subprocess.PIPE, start_new_session=True)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_status_of_the_command_is_handed_on() -> None:
+    with start(sys.executable, "-c", "raise SystemExit(3)") as leash:
+        assert leash.wait(60) == 3
+
+
+def test_the_command_ends_when_its_holder_lets_go() -> None:
+    with start("sleep", "600") as leash:
+        wait_until(lambda: children_of(leash.pid))
+        (command,) = children_of(leash.pid)
+        leash.stdin.close()
+        leash.wait(60)
+        wait_until(lambda: not Path(f"/proc/{command}").exists())
+
+
+def test_what_a_killed_predecessor_left_is_killed_by_its_record(tmp_path: Path) -> None:
+    record = tmp_path / "vllm.pgid"
+    with start("sleep", "600") as leash:
+        wait_until(lambda: children_of(leash.pid))
+        (command,) = children_of(leash.pid)
+        birth = Path(f"/proc/{leash.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        record.write_text(f"{leash.pid} {int(birth) + 1}")  # the number of another process
+        kill_leftover(record)
+        assert leash.poll() is None
+
+        record.write_text(f"{leash.pid} {birth}")
+        kill_leftover(record)
+        leash.wait(60)
+        wait_until(lambda: not Path(f"/proc/{command}").exists())
+        assert not record.exists()
