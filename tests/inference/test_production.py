@@ -130,3 +130,16 @@ async def test_draining_gives_unfinished_tickets_back(
 
         lease = await streams.claim("another", timeout_s=1.0)
         assert lease is not None and lease.ticket.ticket_id == "t1"
+
+
+async def test_streams_without_an_environment_are_named_and_the_replica_serves_on(
+    make_run: "MakeRun", serve: Serve
+) -> None:
+    run = make_run()
+    async with serve(run, streams="memory://alone") as serving, serving.http_client() as client:
+        run.publish()
+        await serving.serves(1)
+
+        status = ReplicaStatus.model_validate_json((await client.get("/status")).content)
+        assert "INFERENCE_ENVIRONMENT_URL" in status.last_error
+        assert (await client.post("/v1/generate", json={"prompt_ids": [1]})).status_code == 200

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import logging
 import secrets
+import signal
 import tempfile
 import time
 from collections.abc import AsyncIterator
@@ -28,6 +30,8 @@ from deltawire_inference.routes.rollouts import rollout_routes
 from deltawire_inference.routes.weights import weight_routes
 from deltawire_inference.settings import InferenceSettings
 from deltawire_inference.text import ReplicaText
+
+log = logging.getLogger(__name__)
 
 _CLIENT_CLOSED = 499
 """nginx's status for a caller that left; nobody reads it."""
@@ -89,7 +93,7 @@ class Inference:
             updates=list(replica.history.newest),
             updates_total=replica.history.total,
             rejected_total=replica.rejections.total,
-            last_error=replica.last_error,
+            last_error=replica.last_error or self.production.problem,
             running_requests=load.running + load.waiting,
             tokens_per_s=load.tokens_per_s,
             tokens_total=load.tokens_total,
@@ -142,6 +146,7 @@ def build_app(service: Inference) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         running = asyncio.create_task(service.run())
+        running.add_done_callback(_end_with)
         try:
             yield
         finally:
@@ -166,6 +171,13 @@ def build_app(service: Inference) -> FastAPI:
     )
     app.add_exception_handler(CallerGone, _nobody_reads)
     return app
+
+
+def _end_with(task: "asyncio.Task[None]") -> None:
+    """A replica that no longer follows must not go on looking well: end, to be started again."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.critical("the replica ended", exc_info=error)
+        signal.raise_signal(signal.SIGTERM)
 
 
 async def _nobody_reads(request: Request, error: Exception) -> Response:

@@ -5,7 +5,12 @@ import logging
 from collections.abc import Callable
 
 from deltawire.protocol.control import ReplicaStatus
-from deltawire.protocol.errors import EnvironmentFault, StreamError
+from deltawire.protocol.errors import (
+    DeltawireError,
+    EnvironmentFault,
+    SettingsError,
+    StreamError,
+)
 from deltawire.protocol.rollouts import RolloutGroup, Ticket
 from deltawire.rollout.completer import Completer
 from deltawire.rollout.environment import EnvironmentClient
@@ -41,6 +46,8 @@ class Production:
         self._streams, self._environment = streams, environment
         self._concurrency, self._drain_s = concurrency, drain_s
         self._producer: Producer | None = None
+        self.problem = ""
+        """Why no rollouts are made although there are streams."""
         self._stopped = asyncio.Event()
 
     @property
@@ -52,19 +59,30 @@ class Production:
         """Produce from the first version served until drained."""
         try:
             await self._replica.joined()
-            if self._streams is None or self._environment is None:
-                return
-            self._producer = Producer(
-                streams=self._streams,
-                policy=self._replica,
-                environment=self._environment,
-                renderer=Renderer(await self._text.tokenizer()),
-                consumer=self._replica.replica_id,
-                concurrency=self._concurrency,
-            )
-            await self._producer.run(drain_s=self._drain_s)
+            self._producer = await self._begin()
+            if self._producer is not None:
+                await self._producer.run(drain_s=self._drain_s)
+        except DeltawireError as error:  # the replica serves others all the same
+            self.problem = f"no rollouts are made: {error}"
+            log.error("no rollouts are made", extra={"reason": str(error)})
         finally:
             self._stopped.set()
+
+    async def _begin(self) -> Producer | None:
+        """None without streams. SettingsError without an environment, MalformedObject without a
+        chat template."""
+        if self._streams is None:
+            return None
+        if self._environment is None:
+            raise SettingsError("INFERENCE_STREAMS needs INFERENCE_ENVIRONMENT_URL beside it")
+        return Producer(
+            streams=self._streams,
+            policy=self._replica,
+            environment=self._environment,
+            renderer=Renderer(await self._text.tokenizer()),
+            consumer=self._replica.replica_id,
+            concurrency=self._concurrency,
+        )
 
     async def drain(self) -> None:
         """Claim nothing more, finish or give back what runs."""
