@@ -87,6 +87,14 @@ def test_an_attached_publisher_steps_with_the_optimizer(bucket: str, follower: A
     assert follower.apply_to(replica) == 2
 
 
+def test_a_closed_publisher_leaves_the_optimizer_alone(bucket: str) -> None:
+    model = Tied()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with deltawire.publish(model, store=bucket) as publisher:
+        publisher.attach(optimizer)
+    train(model, optimizer)
+
+
 def test_accelerate_wraps_model_and_optimizer_and_nothing_changes(
     bucket: str, follower: Any
 ) -> None:

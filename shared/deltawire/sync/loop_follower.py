@@ -1,8 +1,9 @@
 """Bring a live model to the newest published version, in place."""
 
-import tempfile
+import shutil
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -28,11 +29,12 @@ class _Held:
 class ModelFollower:
     """Reads a run; writes into models, one after another. Nobody else may write into them."""
 
-    def __init__(
-        self, follower: Follower, *, folder: tempfile.TemporaryDirectory[str] | None = None
-    ) -> None:
+    def __init__(self, follower: Follower, *, scratch: Path | None = None) -> None:
+        """`scratch` is a folder that goes when this object does."""
         self.follower = follower
-        self._folder = folder
+        self._forget = (
+            weakref.finalize(self, shutil.rmtree, scratch, ignore_errors=True) if scratch else None
+        )
         self._held: _Held | None = None
 
     def newest(self) -> PolicyVersion:
@@ -67,8 +69,8 @@ class ModelFollower:
 
     def close(self) -> None:
         """Let go of the temporary cache. The store is the caller's."""
-        if self._folder is not None:
-            self._folder.cleanup()
+        if self._forget is not None:
+            self._forget()
 
     def _known(
         self, model: torch.nn.Module, live: LiveTensors, head: Head

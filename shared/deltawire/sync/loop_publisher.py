@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Self
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from deltawire.protocol.errors import Fenced, StoreError
 from deltawire.protocol.versions import PolicyVersion
@@ -17,6 +18,9 @@ log = logging.getLogger(__name__)
 
 class LoopPublisher(ABC):
     """Publishes a live model. Used as a context manager it finishes the run at a clean exit."""
+
+    def __init__(self) -> None:
+        self._hooks: list[RemovableHandle] = []
 
     @abstractmethod
     def step(self) -> None:
@@ -34,9 +38,9 @@ class LoopPublisher(ABC):
     def finish(self) -> None:
         """Write a last anchor and mark the run finished."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Let go of threads and files."""
+        """Let go of the optimizer, of threads and of files."""
+        self.detach()
 
     def attach(self, optimizer: torch.optim.Optimizer, *, every: int = 1) -> None:
         """Call `step()` after every `every`-th step of the optimizer, wrapped by Accelerate or not.
@@ -54,7 +58,13 @@ class LoopPublisher(ABC):
             if made % every == 0:
                 self.step()
 
-        inner.register_step_post_hook(stepped)
+        self._hooks.append(inner.register_step_post_hook(stepped))
+
+    def detach(self) -> None:
+        """Let the optimizers step alone again; `close` does it too."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -100,6 +110,7 @@ class ModelPublisher(LoopPublisher):
     """A model whose weights this process holds."""
 
     def __init__(self, model: torch.nn.Module, publisher: Publisher) -> None:
+        super().__init__()
         self._model = model
         self.publisher = publisher
         self._commits = Commits(publisher)
@@ -122,6 +133,7 @@ class ModelPublisher(LoopPublisher):
 
     def close(self) -> None:
         """See LoopPublisher."""
+        super().close()
         self._commits.close()
         self.publisher.close()
 
@@ -137,7 +149,4 @@ class SilentRank(LoopPublisher):
         return PolicyVersion(0)
 
     def finish(self) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
         """Nothing."""

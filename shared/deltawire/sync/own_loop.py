@@ -102,7 +102,7 @@ def follow(
     Downloads are kept in `cache_dir`, by default a temporary folder of this follower.
     """
     opened = open_store(store, token=token) if isinstance(store, str) else store
-    folder = None if cache_dir else tempfile.TemporaryDirectory(prefix="deltawire-follow-")
-    cache = cache_dir if cache_dir or folder is None else Path(folder.name)
-    assert cache is not None
-    return ModelFollower(Follower(opened, run_id, cache), folder=folder)
+    if cache_dir is not None:
+        return ModelFollower(Follower(opened, run_id, cache_dir))
+    scratch = Path(tempfile.mkdtemp(prefix="deltawire-follow-"))
+    return ModelFollower(Follower(opened, run_id, scratch), scratch=scratch)

@@ -248,6 +248,7 @@ class ShardedPublisher(LoopPublisher):
         ranks: Ranks,
         publisher: Publisher | None,
     ) -> None:
+        super().__init__()
         self._model, self._bits, self._ranks = model, bits, ranks
         self.publisher = publisher
         self._commits = Commits(publisher) if publisher is not None else None
@@ -274,6 +275,7 @@ class ShardedPublisher(LoopPublisher):
 
     def close(self) -> None:
         """See LoopPublisher. Not collective."""
+        super().close()
         if self._commits is not None:
             self._commits.close()
         if self.publisher is not None:
