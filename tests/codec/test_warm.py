@@ -32,3 +32,15 @@ def test_where_no_cache_can_be_written_the_loops_still_compile() -> None:
         "assert out[0] == 4\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_without_numba_everything_runs_on_numpy() -> None:
+    code = (
+        "import sys\n"
+        "sys.modules['numba'] = sys.modules['llvmlite'] = None\n"
+        "from deltawire.codec import kernels\n"
+        "from deltawire.codec.warm import warm\n"
+        "warm()\n"
+        "assert kernels.load().__name__.endswith('kernels_numpy')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=200)
