@@ -126,6 +126,32 @@ async def test_without_a_policy_the_deadline_is_the_end(play, scripted_policy, r
     assert "deadline" in group.rollouts[1].reason
 
 
+async def test_members_with_prompts_of_their_own_do_not_wait_for_each_other(
+    play, renderer, make_completion
+):
+    class Together:
+        """Answers once everybody has asked."""
+
+        def __init__(self) -> None:
+            self.asked = 0
+            self.all_here = asyncio.Event()
+
+        async def generate(self, request):
+            self.asked += 1
+            if self.asked == 4:
+                self.all_here.set()
+            await self.all_here.wait()
+            return GenerateResponse(completions=[make_completion([9, 1])] * request.n)
+
+    class Different(Play):
+        async def start(self, task, *, deadline, wait_for_room=True):
+            session, _ = await super().start(task, deadline=deadline)
+            return session, said(f"player {self.started}")
+
+    group = await play(Different(START, END), Together(), group_size=4)
+    assert [r.status for r in group.rollouts] == ["ok"] * 4
+
+
 # -- whose fault it is ----------------------------------------------------------------------------
 
 

@@ -129,20 +129,22 @@ async def _begin(episode: Episode) -> None:
 async def _first_turns(
     episodes: Sequence[Episode], shop: Workshop, deadline: Deadline
 ) -> dict[int, Sampled]:
-    """A completion for each episode that has begun, one request for each different prompt."""
+    """A completion for each episode whose prompt others share; one request for all who do."""
     alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for number, episode in enumerate(episodes):
         if episode.begun and not episode.done:
             alike[tuple(episode.request().prompt_ids)].append(number)
     answers: dict[int, Sampled] = {}
-    for numbers in alike.values():
-        if len(numbers) > MOST_COMPLETIONS:
-            continue  # each asks for its own
+
+    async def ask(numbers: list[int]) -> None:
         with _faults_are_data(*(episodes[number] for number in numbers)):
             request = episodes[numbers[0]].request(n=len(numbers))
             sampled = await shop.completer.complete(request, deadline=deadline)
             for number, completion in zip(numbers, sampled.completions, strict=True):
                 answers[number] = replace(sampled, completions=[completion])
+
+    shared = [numbers for numbers in alike.values() if 1 < len(numbers) <= MOST_COMPLETIONS]
+    await asyncio.gather(*(ask(numbers) for numbers in shared))
     return answers
 
 
