@@ -1,7 +1,7 @@
 """Diff, encode, decode, apply and digest against the seed's method and a read-only memory pass.
 
-Writes bench/results/speed.json. One thread each; contenders take turns and the best time of each
-counts, so only ratios within one table mean anything.
+Writes bench/results/speed.json. One thread each; contenders take turns and the least CPU time of
+each counts, so only ratios within one table mean anything.
 """
 
 import json
