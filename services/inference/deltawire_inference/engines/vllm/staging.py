@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from deltawire.codec.bits import BitArray, IndexArray, bits_of, tensor_of
 from deltawire.codec.decode import decode_delta
@@ -78,6 +79,9 @@ class Stager:
             if objects[0][0].kind is ObjectKind.ANCHOR:
                 return self._stage_anchor(key, objects, held)
             return self._stage_deltas(key, objects, held)
+        except (OSError, SafetensorError) as error:
+            self._discard(key)
+            raise EngineError(f"cannot stage, is {self._calls.folder} full? {error}") from error
         except BaseException:
             self._discard(key)
             raise

@@ -9,6 +9,8 @@ from pathlib import Path
 from deltawire.protocol.errors import SettingsError
 
 _MEMORY = Path("/dev/shm")
+_MEMORY_BYTES = 2**30
+"""With less room than this (64 MiB in a container that was not told otherwise) disk is used."""
 _MAX_SOCKET_CHARS = 100
 """A Unix socket's path may have 107."""
 
@@ -20,7 +22,7 @@ class Workspace:
         self.disk = disk
         self.socket = disk / "vllm.sock"
         name = f"deltawire-{os.getuid()}-{str(disk.resolve()).strip('/').replace('/', '-')}"
-        in_memory = os.access(_MEMORY, os.W_OK)
+        in_memory = os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= _MEMORY_BYTES
         self.memory = _MEMORY / name[-200:] if in_memory else disk / "patches"
         if len(str(self.socket)) > _MAX_SOCKET_CHARS:
             raise SettingsError(f"{disk}: too long for a socket's path; choose a shorter folder")
