@@ -24,19 +24,19 @@ class Checkpointing:
     ) -> None:
         self._checkpoints, self._learner, self._intake = checkpoints, learner, intake
         self._run_id, self._every = run_id, every
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
         self._written = -1
 
     def start_if_due(self, *, step: int, version: int) -> None:
         """Begin one every so many steps."""
-        if step % self._every == 0 and (self._task is None or self._task.done()):
-            self._task = asyncio.create_task(self.write(step=step, version=version))
+        if step % self._every == 0 and (self.task is None or self.task.done()):
+            self.task = asyncio.create_task(self.write(step=step, version=version))
 
     async def settled(self) -> None:
         """Return when none is being written. Raises StoreError when the last one failed."""
-        if self._task is not None:
-            task, self._task = self._task, None
-            await task
+        if self.task is not None:
+            await self.task
+            self.task = None
 
     async def write(self, *, step: int, version: int) -> None:
         """Write one now, then ack what it contains."""

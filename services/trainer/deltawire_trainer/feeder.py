@@ -183,7 +183,7 @@ class Feeder:
             ahead=ahead,
             groups_per_step=self._job.train.groups_per_step,
             sync_every=self._job.sync.sync_every,
-            max_staleness=self._job.train.max_staleness,
+            max_staleness=self._guard.allowed_staleness(self._job.train.max_staleness),
         )
 
     async def _buried(self) -> int:

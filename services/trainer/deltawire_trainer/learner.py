@@ -5,6 +5,7 @@ checkpoint may be written beside `accumulate`, without a copy of the weights.
 """
 
 import math
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from deltawire_trainer.optimizer import learning_rate, set_learning_rate
 from deltawire_trainer.policy import Policy
 from deltawire_trainer.samples import TrainingSample
 from deltawire_trainer.staleness import effective_sample_size, mismatch_kl
-
 
 _CPU_TOKENS = 1024
 """Longest packed row on a CPU: beyond it the quadratic part of attention outgrows what sharing
@@ -51,6 +51,10 @@ class Update:
     applied: bool
     """False without a signal, or when the gradient was not finite."""
     optimizer_s: float
+
+
+class Interrupted(Exception):
+    """The process is asked to end: the step is left unfinished."""
 
 
 @dataclass(slots=True)
@@ -87,10 +91,12 @@ class Learner:
         longest = spec.tokens_per_microbatch
         if policy.device.type == "cpu":
             longest = min(longest, _CPU_TOKENS)
+        self.interrupt = threading.Event()
+        """Set to leave `accumulate` between two micro-batches."""
         self._budget = Budget(tokens=longest, share_prefixes=policy.shares_prefixes)
 
     def accumulate(self, samples: Sequence[TrainingSample], *, live_version: int) -> Gradient:
-        """Leave the gradient of the step's loss in the parameters."""
+        """Leave the gradient of the step's loss in the masters. Raises Interrupted."""
         started = time.perf_counter()
         self.optimizer.zero_grad(set_to_none=True)
         totals = Totals(
@@ -102,6 +108,8 @@ class Learner:
         loss = 0.0
         taught = self._with_signal(samples)
         for batch in pack(taught, self._budget):
+            if self.interrupt.is_set():
+                raise Interrupted
             loss += self._backward(batch.to(self.policy.device), totals, tally)
         return Gradient(
             loss=loss,

@@ -18,6 +18,7 @@ import torch
 
 from deltawire.protocol.control import StepRecord, SyncRecord, TrainerState, WeightNotice
 from deltawire.protocol.errors import DeltawireError, StreamError, StreamUnavailable
+from deltawire.service.metrics import Metrics
 from deltawire_trainer.account import step_record
 from deltawire_trainer.checkpointing import Checkpointing
 from deltawire_trainer.evaluation import Evaluation
@@ -38,6 +39,7 @@ log = logging.getLogger(__name__)
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_SYNC_PHASES = ("diff", "encode", "upload", "commit", "announce")
 _PATIENCE_S = 1.0
 """How often a waiting loop looks whether it was stopped or paused."""
 _LAST_TRIES = 5
@@ -59,12 +61,14 @@ class TrainingLoop:
         guard: Guard,
         events: EventHub,
         rollouts: RolloutLog,
+        metrics: Metrics,
         threads: int,
         converge_timeout_s: float,
     ) -> None:
         self.job, self.step, self.version = run.job, run.step, int(run.publisher.version)
         self.ledger, self.feeder, self.publishing = ledger, feeder, publishing
         self.evaluation, self.events, self.rollouts = evaluation, events, rollouts
+        self._metrics = metrics
         self.history: list[StepRecord] = []
         self.state: TrainerState = "starting"
         self.reason = ""
@@ -98,9 +102,7 @@ class TrainingLoop:
             self._enter("failed", f"{type(error).__name__}: {error}")
             raise
         finally:
-            if feeding is not None:
-                feeding.cancel()
-            self._compute_thread.shutdown(wait=False, cancel_futures=True)
+            await self._quiet(feeding)
 
     def pause(self) -> None:
         """Hold before the next step; tickets are not issued meanwhile."""
@@ -171,10 +173,12 @@ class TrainingLoop:
                     groups={g.group.group_id: list(g.keep) for g in groups},
                 )
             )
+            # Without an await in between: the feeder must never see one without the other.
             self.ledger.train([g.group.group_id for g in groups], step=record.step)
+            self._steps_since_sync += 1
+            self._stand(in_flight=0)
             self._remember(record)
             self.rollouts.record(record.step, [g.group for g in groups])
-            self._steps_since_sync += 1
             if self._steps_since_sync >= self.job.sync.sync_every:
                 await self._start_sync()
             self._stand(in_flight=0)
@@ -215,6 +219,7 @@ class TrainingLoop:
             [(usable.group.group_id, usable.rollouts) for usable in groups],
             algorithm=spec.algorithm,
             group_size=spec.group_size,
+            agents=spec.agents,
         )
 
     async def _start_sync(self) -> None:
@@ -282,9 +287,19 @@ class TrainingLoop:
         if run.took_over:
             await self._checkpointing.write(step=self.step, version=self.version)
         elif recovered.steps:
-            await self._start_sync()
+            await self._publish_what_differs()
         else:
             await self._open_evaluation(self.version)
+
+    async def _publish_what_differs(self) -> None:
+        """A crash may have come between a step and its commit. Weights that were published already
+        (the usual case: the steps made again ended in the same bits) are not published twice."""
+        publisher = self._run.publisher
+        pending = await self._compute(publisher.diff, self._run.policy.working.items())
+        publisher.discard(pending)
+        expected = max((record.version for record in self.history), default=0)
+        if pending.changed or publisher.version < expected:
+            await self._start_sync()
 
     async def _make_again(self, made: Trained, groups: list[UsableGroup]) -> None:
         """A step that the journal has and the checkpoint does not."""
@@ -345,6 +360,18 @@ class TrainingLoop:
             await asyncio.sleep(_PATIENCE_S / 2)
         self.waits_for = ""
 
+    async def _quiet(self, feeding: asyncio.Task[None] | None) -> None:
+        """Leave nothing running: what was on its way to the bucket or the disk arrives."""
+        self._run.learner.interrupt.set()
+        self._compute_thread.shutdown(wait=False, cancel_futures=True)
+        tasks = [self.publishing.task, self._checkpointing.task]
+        if feeding is not None:
+            feeding.cancel()
+            tasks.append(feeding)
+        left = {task for task in tasks if task is not None}
+        if left:
+            await asyncio.wait(left)
+
     # -- small things -----------------------------------------------------------------------------
 
     async def _compute(self, work: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
@@ -381,6 +408,7 @@ class TrainingLoop:
 
     def _remember(self, record: StepRecord) -> None:
         self.history.append(record)
+        self._count(record)
         self.events.publish("step", record)
         log.info(
             "step",
@@ -393,15 +421,26 @@ class TrainingLoop:
             },
         )
 
+    def _count(self, record: StepRecord) -> None:
+        for name in ("step", "reward", "staleness", "ess", "mismatch_kl", "loss", "grad_norm"):
+            self._metrics.set(name, float(getattr(record, name)))
+        self._metrics.count("tokens", record.tokens)
+        self._metrics.count("rollouts", record.rollouts)
+        for phase, seconds in record.phases_s.items():
+            self._metrics.observe(phase, seconds)
+        self._metrics.set("duplicates", float(self.feeder.intake.duplicates))
+
     def _note_sync(self, step: int, record: SyncRecord) -> None:
         """Add a sync to the record of the step whose weights it carries."""
+        self._metrics.set("version", float(record.version))
+        self._metrics.set("density", record.density)
+        self._metrics.count("delta_bytes", record.bytes)
+        for phase in _SYNC_PHASES:
+            self._metrics.observe(phase, float(getattr(record, f"{phase}_s")))
         for index in range(len(self.history) - 1, -1, -1):
             made = self.history[index]
             if made.step == step:
-                phases = {
-                    name: float(getattr(record, f"{name}_s"))
-                    for name in ("diff", "encode", "upload", "commit", "announce")
-                }
+                phases = {name: float(getattr(record, f"{name}_s")) for name in _SYNC_PHASES}
                 self.history[index] = made.model_copy(
                     update={
                         "version": record.version,

@@ -25,7 +25,7 @@ class Publishing:
         self.publisher = publisher
         self._streams = streams
         self._token = token
-        self._task: asyncio.Task[None] | None = None
+        self.task: asyncio.Task[None] | None = None
         self.newest: Published | None = None
         self.failed = False
         """Whether the last version did not reach the bucket; the next diff contains it."""
@@ -35,17 +35,17 @@ class Publishing:
         """Send a version on its way; `done` is told once it is announced."""
         assert not self.busy
         self.failed = False
-        self._task = asyncio.create_task(self._publish(pending, done))
+        self.task = asyncio.create_task(self._publish(pending, done))
 
     @property
     def busy(self) -> bool:
         """Whether a version is on its way."""
-        return self._task is not None and not self._task.done()
+        return self.task is not None and not self.task.done()
 
     async def settled(self) -> None:
         """Return when nothing is on its way. Raises Fenced when this trainer must stop."""
-        if self._task is not None:
-            await self._task
+        if self.task is not None:
+            await self.task
         if self._fenced is not None:
             raise self._fenced
 

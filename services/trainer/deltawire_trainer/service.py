@@ -55,12 +55,13 @@ async def run_trainer(settings: TrainerSettings) -> int:
         events=events,
         rollouts=RolloutLog(settings.run_dir / "rollouts" if settings.keep_rollouts else None),
     )
-    app = create_app(trainer, streams=streams, metrics=Metrics("trainer"), token=settings.token)
+    metrics = Metrics("trainer")
+    app = create_app(trainer, streams=streams, metrics=metrics, token=settings.token)
     listener = bind(settings.host, settings.port)
     if settings.port_file is not None:
         announce_port(listener, settings.port_file)
     serving = asyncio.create_task(serve(app, listener))
-    training = asyncio.create_task(train(trainer, settings, store, streams))
+    training = asyncio.create_task(train(trainer, settings, store, streams, metrics))
     try:
         await asyncio.wait({serving, training}, return_when=asyncio.FIRST_COMPLETED)
         if not settings.exit_when_done:
@@ -74,13 +75,17 @@ async def run_trainer(settings: TrainerSettings) -> int:
 
 
 async def train(
-    trainer: Trainer, settings: TrainerSettings, store: Store, streams: TrainerStreams
+    trainer: Trainer,
+    settings: TrainerSettings,
+    store: Store,
+    streams: TrainerStreams,
+    metrics: Metrics,
 ) -> None:
     """Open the run and train it. The border where a failed run becomes a status."""
     run: OpenRun | None = None
     try:
         run = await asyncio.to_thread(open_run, settings, trainer.job, store)
-        await trainer.run(build_loop(run, trainer, settings, streams))
+        await trainer.run(build_loop(run, trainer, settings, streams, metrics))
     except DeltawireError as error:
         log.error("run failed", extra={"error": type(error).__name__, "detail": str(error)})
         trainer.fail(f"{type(error).__name__}: {error}")
@@ -93,7 +98,11 @@ async def train(
 
 
 def build_loop(
-    run: OpenRun, trainer: Trainer, settings: TrainerSettings, streams: TrainerStreams
+    run: OpenRun,
+    trainer: Trainer,
+    settings: TrainerSettings,
+    streams: TrainerStreams,
+    metrics: Metrics,
 ) -> TrainingLoop:
     """Wire the parts of an open run together."""
     job, ledger, guard = run.job, run.recovered.ledger, Guard(enabled=run.job.train.guard)
@@ -140,6 +149,7 @@ def build_loop(
         guard=guard,
         events=trainer.events,
         rollouts=trainer.rollouts,
+        metrics=metrics,
         threads=settings.threads,
         converge_timeout_s=settings.converge_timeout_s,
     )

@@ -69,7 +69,8 @@ class TrainSpec(WireModel):
     gradient_checkpointing: bool = False
     autocast: bool = True
     """bf16 matrix products under fp32 masters."""
-    checkpoint_every: int = Field(1, ge=1)
+    checkpoint_every: int = Field(10, ge=1)
+    """Steps between checkpoints. Those since the last one are made again from the journal."""
     seed: int = 0
     min_group: int = Field(2, ge=1)
     """Train on a group when at least this many of its rollouts are usable."""

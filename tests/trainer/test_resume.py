@@ -1,0 +1,257 @@
+"""A trainer that comes back: same weights, no group twice, none lost, versions without a gap."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from deltawire.codec.bits import bits_of
+from deltawire.protocol.control import TrainerStatus
+from deltawire.protocol.errors import StoreError
+from deltawire.protocol.rollouts import Rollout, RolloutGroup, Sequence, Ticket
+from deltawire.protocol.versions import PolicyVersion, VersionSpan
+from deltawire.store.open import open_store
+from deltawire.streams.base import ProducerStreams
+from deltawire.streams.memory import MemoryStreams
+from deltawire_trainer.checkpoints import Checkpoints
+from deltawire_trainer.journal import Dropped, Issued, Journal, RolledBack, Trained
+from deltawire_trainer.optimizer import build_optimizer
+from deltawire_trainer.policy import Policy
+from deltawire_trainer.resume import recover
+from deltawire_trainer.settings import TrainerSettings
+
+from .conftest import VOCABULARY, OpenStreams, tiny_llama
+from .player import PROMPT, Player
+from .rig import RUN, make_job, make_settings, playing, train_to_the_end
+
+
+class Script(Player):
+    """Gives every ticket the same group whenever it is asked: what differs is the trainer."""
+
+    def group(self, ticket: Ticket) -> RolloutGroup:
+        rng = np.random.default_rng(ticket.task.seed)
+        return RolloutGroup(
+            group_id=ticket.ticket_id,
+            run_id=self.run_id,
+            task=ticket.task,
+            rollouts=[self._scripted(ticket, rng, n) for n in range(ticket.group_size)],
+        )
+
+    def _scripted(self, ticket: Ticket, rng: np.random.Generator, number: int) -> Rollout:
+        length = int(rng.integers(2, 6))
+        ids = [*PROMPT, *rng.integers(0, VOCABULARY, length).tolist()]
+        start, end = len(PROMPT), len(ids)
+        version = PolicyVersion(ticket.min_version)
+        return Rollout(
+            rollout_id=f"{ticket.ticket_id}.{number}",
+            sequences=[
+                Sequence(
+                    token_ids=ids,
+                    loss_mask=[0] * start + [1] * length,
+                    logprobs=[0.0] * start + rng.normal(-4, 0.5, length).tolist(),
+                    spans=[VersionSpan(version=version, start=start, end=end)],
+                )
+            ],
+            reward=float(rng.random()),
+        )
+
+
+def script(settings: TrainerSettings, streams: ProducerStreams, folder: Path) -> Script:
+    return Script(open_store(settings.store), streams, run_id=RUN, folder=folder)
+
+
+def masters(run_dir: Path) -> dict[str, torch.Tensor]:
+    newest = Checkpoints(run_dir / "checkpoints").newest()
+    assert newest is not None
+    moments = load_file(newest / "optimizer.safetensors")
+    return {**load_file(newest / "model.safetensors"), **moments}
+
+
+def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert np.array_equal(bits_of(tensor), bits_of(other[name])), name
+
+
+async def straight(tmp_path: Path, base: Path, steps: int) -> TrainerStatus:
+    settings = make_settings(tmp_path)
+    streams = MemoryStreams()
+    async with playing(script(settings, streams, tmp_path / "replica")):
+        return await train_to_the_end(settings, make_job(base, steps=steps), streams)
+
+
+async def killed_after(
+    tmp_path: Path, base: Path, open_redis: OpenStreams, *, steps: int, **options: object
+) -> None:
+    """Run in the middle of a longer job, and vanish: no clean end, no last checkpoint, no acks."""
+    settings, streams = make_settings(tmp_path), open_redis()
+    async with playing(script(settings, open_redis(), tmp_path / "replica")):
+        await train_to_the_end(
+            settings, make_job(base, steps=4, **options), streams, vanish_after=steps
+        )
+
+
+@pytest.mark.parametrize("checkpoint_every", [1, 2, 100])
+async def test_training_four_steps_equals_two_and_two_more_in_every_bit(
+    tmp_path: Path, base: Path, open_redis: OpenStreams, checkpoint_every: int
+) -> None:
+    whole = await straight(tmp_path / "a", base, 4)
+
+    folder = tmp_path / "b"
+    await killed_after(folder, base, open_redis, steps=2, checkpoint_every=checkpoint_every)
+    settings = make_settings(folder)
+    async with playing(script(settings, open_redis(), folder / "replica2")):
+        job = make_job(base, steps=4, checkpoint_every=checkpoint_every)
+        resumed = await train_to_the_end(settings, job, open_redis())
+
+    assert resumed.state == "finished", resumed.reason
+    assert resumed.version == whole.version == 4
+    assert resumed.digest == whole.digest
+    assert_same_bits(masters(folder / "run"), masters(tmp_path / "a" / "run"))
+    assert [record.version for record in resumed.history] == [1, 2, 3, 4]
+    assert resumed.groups.trained == whole.groups.trained == 8
+    assert (resumed.groups.lost, resumed.groups.doubled, resumed.groups.open) == (0, 0, 0)
+
+
+async def test_when_groups_of_a_step_are_gone_the_published_head_is_adopted(
+    tmp_path: Path, base: Path, open_redis: OpenStreams
+) -> None:
+    await killed_after(tmp_path, base, open_redis, steps=2, checkpoint_every=100)
+    settings, fresh = make_settings(tmp_path), MemoryStreams()
+
+    async with playing(script(settings, fresh, tmp_path / "replica2")):
+        resumed = await train_to_the_end(settings, make_job(base, steps=4), fresh)
+
+    assert resumed.state == "finished", resumed.reason
+    assert resumed.step == 4
+    assert resumed.groups.trained == 8
+    assert resumed.groups.doubled == 0
+    (replica,) = resumed.replicas
+    assert replica.digest == resumed.digest
+
+
+async def test_a_trainer_that_lost_its_disk_takes_the_run_over(
+    tmp_path: Path, base: Path, open_redis: OpenStreams
+) -> None:
+    await killed_after(tmp_path, base, open_redis, steps=2, checkpoint_every=100)
+    shutil.rmtree(tmp_path / "run")
+    job = make_job(base, steps=4)
+
+    refused = await train_to_the_end(make_settings(tmp_path), job, open_redis())
+    assert refused.state == "failed"
+    assert refused.reason.startswith("Fenced")
+
+    shutil.rmtree(tmp_path / "run")
+    settings = make_settings(tmp_path, take_over=True)
+    async with playing(script(settings, open_redis(), tmp_path / "replica2")):
+        resumed = await train_to_the_end(settings, job, open_redis())
+
+    assert resumed.state == "finished", resumed.reason
+    assert (resumed.step, resumed.version) == (4, 4)
+    assert resumed.groups.dropped.get("uncertain", 0) >= 4, "delivered before, perhaps trained on"
+    assert resumed.groups.doubled == 0
+    (replica,) = [replica for replica in resumed.replicas if replica.version == 4]
+    assert replica.digest == resumed.digest
+
+
+def test_a_checkpoint_restores_masters_moments_and_rng(tmp_path: Path) -> None:
+    spec = make_job(tmp_path).train
+    policy = Policy(tiny_llama(), working_dtype=torch.bfloat16)
+    optimizer = build_optimizer(policy, spec)
+    for master in policy.masters.values():
+        master.grad = torch.randn_like(master)
+    optimizer.step()
+    policy.refresh()
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.write(run_id=RUN, step=3, version=2, policy=policy, optimizer=optimizer)
+    expected_draw = torch.rand(3)
+
+    other = Policy(tiny_llama(seed=9), working_dtype=torch.bfloat16)
+    other_optimizer = build_optimizer(other, spec)
+    state = checkpoints.restore(path, policy=other, optimizer=other_optimizer)
+
+    assert (state.step, state.version) == (3, 2)
+    assert torch.equal(torch.rand(3), expected_draw)
+    for name, master in policy.masters.items():
+        assert torch.equal(master, other.masters[name])
+        assert torch.equal(policy.working[name], other.working[name])
+        held, restored = optimizer.state[master], other_optimizer.state[other.masters[name]]
+        assert all(torch.equal(held[key], restored[key]) for key in held)
+
+
+def test_a_half_written_checkpoint_is_never_met(tmp_path: Path) -> None:
+    policy = Policy(tiny_llama())
+    optimizer = build_optimizer(policy, make_job(tmp_path).train)
+    checkpoints = Checkpoints(tmp_path)
+    whole = checkpoints.write(run_id=RUN, step=1, version=1, policy=policy, optimizer=optimizer)
+    (tmp_path / ".step_000002.tmp").mkdir()
+    (tmp_path / ".step_000002.tmp" / "state.json").write_text("{")
+
+    assert checkpoints.newest() == whole
+
+
+def test_a_disk_that_is_full_is_one_sentence(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("in the way")
+    policy = Policy(tiny_llama())
+
+    with pytest.raises(StoreError, match="checkpoint of step 1 could not be written"):
+        Checkpoints(blocked).write(
+            run_id=RUN,
+            step=1,
+            version=1,
+            policy=policy,
+            optimizer=build_optimizer(policy, make_job(tmp_path).train),
+        )
+
+
+def test_old_checkpoints_make_room(tmp_path: Path) -> None:
+    policy = Policy(tiny_llama())
+    optimizer = build_optimizer(policy, make_job(tmp_path).train)
+    checkpoints = Checkpoints(tmp_path)
+
+    for step in (1, 2, 3):
+        checkpoints.write(run_id=RUN, step=step, version=step, policy=policy, optimizer=optimizer)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
+
+
+@pytest.mark.parametrize("cut", [1, 5, 20])
+def test_a_journal_line_cut_short_by_a_crash_is_taken_away(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.append(Issued(ids=["a"]))
+        journal.append(Issued(ids=["b"]))
+    path.write_bytes(path.read_bytes()[:-cut])
+
+    with Journal(path) as journal:
+        journal.append(Dropped(group_id="a", reason="stale"))
+        kinds = [event.kind for event in journal.events()]
+
+    assert kinds == ["issued", "dropped"]
+
+
+def test_steps_after_the_checkpoint_are_open_again_and_in_order(tmp_path: Path) -> None:
+    def trained(step: int) -> Trained:
+        from .rig import blank_record
+
+        return Trained(record=blank_record(step), live_version=step, groups={f"g{step}": [0]})
+
+    events = [
+        Issued(ids=["g1", "g2", "g3", "g4"]),
+        trained(1),
+        trained(2),
+        trained(3),
+        RolledBack(step=2),
+        trained(3),
+    ]
+
+    state = recover(events, checkpoint_step=1)
+
+    assert [made.record.step for made in state.after(1)] == [2, 3]
+    assert state.ledger.fate("g1") == "trained"
+    assert state.ledger.open_ids() == ["g2", "g3", "g4"]
+    assert state.tickets == 4
