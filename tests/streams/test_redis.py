@@ -120,6 +120,62 @@ async def test_a_redis_that_forgot_everything_is_used_again(redis_server, make_t
         assert (await streams.claim("p", timeout_s=5.0)).ticket.ticket_id == "t-1"
 
 
+class BlackHole:
+    """TCP in front of Redis whose connections can go silent without being closed."""
+
+    def __init__(self, port: int) -> None:
+        self.connections = 0
+        self._port = port
+        self._silent: set[int] = set()
+        self._writers: list[asyncio.StreamWriter] = []
+
+    def swallow(self) -> None:
+        """Every connection there is: nothing comes through any more. New ones work."""
+        self._silent.update(range(self.connections))
+
+    @contextlib.asynccontextmanager
+    async def serving(self) -> AsyncIterator[int]:
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        async with server:
+            yield server.sockets[0].getsockname()[1]
+            for writer in self._writers:
+                writer.close()
+
+    async def _accept(self, reader, writer) -> None:
+        number = self.connections
+        self.connections += 1
+        behind_reader, behind_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        self._writers += [writer, behind_writer]
+
+        async def pump(source, target) -> None:
+            with contextlib.suppress(OSError):
+                while data := await source.read(65536):
+                    if number not in self._silent:
+                        target.write(data)
+                        await target.drain()
+            target.close()
+
+        await asyncio.gather(pump(reader, behind_writer), pump(behind_reader, writer))
+
+
+async def test_a_connection_that_goes_silent_is_given_up_for_another(
+    redis_server, make_ticket, make_group
+):
+    hole = BlackHole(redis_server.port)
+    async with hole.serving() as port:
+        url = redis_server.url.replace(f":{redis_server.port}/", f":{port}/")
+        async with streams_at(f"{url}?socket_timeout=2") as streams:
+            await streams.issue([make_ticket()])
+            lease = await streams.claim("p", timeout_s=5.0)
+            hole.swallow()
+            assert await streams.finish(lease, make_group()) is True
+            hole.swallow()
+            [delivered] = await streams.read(limit=1, timeout_s=10.0)
+            assert delivered.group.group_id == "t-1"
+            assert (await streams.depth()).doubled == 0
+    assert hole.connections >= 3
+
+
 # -- a trainer that comes back --------------------------------------------------------------------
 
 
