@@ -1,14 +1,20 @@
 """`deltawire rollouts`: from a run folder, newest first, and one in full."""
 
+import asyncio
 import json
 
 import pytest
+import uvicorn
+from fastapi import FastAPI
+from pydantic import SecretStr
 from rich.console import Console
 
 from deltawire.cli.rollouts import show_rollouts, whole
-from deltawire.protocol.errors import SettingsError
+from deltawire.protocol.errors import RemoteError, SettingsError
 from deltawire.protocol.rollouts import Rollout, RolloutGroup, Sequence, Task
 from deltawire.protocol.versions import VersionSpan
+from deltawire.service.auth import TokenAuth
+from deltawire.service.serve import bind
 
 
 def group(step: int, *, status: str = "ok") -> RolloutGroup:
@@ -84,6 +90,43 @@ def test_a_rollout_that_is_not_there_is_one_sentence(run_folder):
 def test_a_folder_without_rollouts_says_what_to_name(tmp_path):
     with pytest.raises(SettingsError, match="run folder"):
         show_rollouts(str(tmp_path), show="", limit=1, status="", as_json=False)
+
+
+async def test_a_running_trainer_is_asked_with_the_token(capsys, monkeypatch):
+    monkeypatch.setenv("DELTAWIRE_TOKEN", "secret")
+    rollout = group(3).rollouts[1]
+    summary = {
+        "rollout_id": "g3/1",
+        "step": 3,
+        "reward": 1.0,
+        "status": "ok",
+        "tokens": 2,
+        "oldest_version": 3,
+        "newest_version": 3,
+        "info": {},
+    }
+    app = FastAPI()
+    app.add_middleware(TokenAuth, token=SecretStr("secret"))
+    app.get("/rollouts")(lambda limit: [summary])
+    app.get("/rollouts/{rollout_id:path}")(
+        lambda rollout_id: {"summary": summary, "rollout": rollout.model_dump(mode="json")}
+    )
+    config = uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1)
+    server, listener = uvicorn.Server(config), bind("127.0.0.1", 0)
+    serving = asyncio.create_task(server._serve([listener]))
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        rows = await asyncio.to_thread(shown, capsys, url)
+        one = await asyncio.to_thread(shown, capsys, url, show="g3/1")
+        monkeypatch.setenv("DELTAWIRE_TOKEN", "wrong")
+        with pytest.raises(RemoteError, match="401"):
+            await asyncio.to_thread(shown, capsys, url)
+    finally:
+        server.should_exit = True
+        await serving
+        listener.close()
+    assert rows == [summary]
+    assert one["rollout_id"] == "g3/1"
 
 
 def test_text_from_a_rollout_is_never_markup(run_folder):
