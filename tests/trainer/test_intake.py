@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -135,6 +136,14 @@ def test_stale_samples_are_left_out_by_their_oldest_token() -> None:
     assert judge(judged, RULES, live_version=5, max_staleness=3).keep == (0, 1, 2)
     assert judge(judged, RULES, live_version=5, max_staleness=2).keep == (0, 2)
     assert judge(judged, RULES, live_version=7, max_staleness=2).reason == "stale"
+
+
+def test_a_group_in_which_no_chosen_agent_spoke_is_dropped() -> None:
+    chosen = replace(RULES, agents=("solver",))
+    spoke = rollout("a").sequences[0].model_copy(update={"agent": "solver"})
+    silent, heard = group("g"), group("h", *(rollout(n, sequences=[spoke]) for n in "ab"))
+    assert judge(silent, chosen, live_version=0, max_staleness=0).reason == "no_agent"
+    assert judge(heard, chosen, live_version=0, max_staleness=0).keep == (0, 1)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ class Rules:
     min_group: int
     needs_spread: bool
     """Groups whose rewards are all equal teach nothing and are replaced (dynamic sampling)."""
+    agents: tuple[str, ...] = ()
+    """Whose sequences are trained on; none named: all."""
 
     @classmethod
     def of(cls, job: JobSpec, *, vocabulary: int) -> "Rules":
@@ -37,6 +39,7 @@ class Rules:
             group_size=job.train.group_size,
             min_group=min(job.train.min_group, job.train.group_size),
             needs_spread=ALGORITHMS[job.train.algorithm].dynamic_sampling,
+            agents=tuple(job.train.agents),
         )
 
 
@@ -71,6 +74,9 @@ def judge(group: RolloutGroup, rules: Rules, *, live_version: int, max_staleness
     sound = [i for i, r in enumerate(group.rollouts) if is_sound(r, vocabulary=rules.vocabulary)]
     if len(sound) < rules.min_group:
         return Verdict(reason="unusable")
+    sound = [index for index in sound if _has_agent(group.rollouts[index], rules.agents)]
+    if len(sound) < rules.min_group:
+        return Verdict(reason="no_agent")
     fresh = tuple(
         index
         for index in sound
@@ -82,6 +88,12 @@ def judge(group: RolloutGroup, rules: Rules, *, live_version: int, max_staleness
     if rules.needs_spread and len(rewards) == 1:
         return Verdict(reason="no_signal")
     return Verdict(keep=fresh)
+
+
+def _has_agent(rollout: Rollout, agents: tuple[str, ...]) -> bool:
+    return not agents or any(
+        sequence.agent in agents and any(sequence.loss_mask[1:]) for sequence in rollout.sequences
+    )
 
 
 def is_sound(rollout: Rollout, *, vocabulary: int) -> bool:
