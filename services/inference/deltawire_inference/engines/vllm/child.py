@@ -87,10 +87,6 @@ class VllmChild:
             await asyncio.sleep(_POLL_S)
         return time.monotonic() - started
 
-    async def ended(self) -> int:
-        """Wait for the child's end; returns its exit status at once when none runs."""
-        return 0 if self._process is None else await self._process.wait()
-
     async def stop(self) -> None:
         """Ask the whole group to stop, then kill it."""
         process, self._process = self._process, None

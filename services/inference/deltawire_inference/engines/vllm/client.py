@@ -15,7 +15,7 @@ from typing import Any, Literal
 import httpx
 
 from deltawire.protocol import errors
-from deltawire.protocol.errors import DeltawireError, EngineError
+from deltawire.protocol.errors import DeltawireError, EngineError, MalformedMessage
 from deltawire_inference.vllm_plugin.jobs import JobReport
 
 _CONNECT_S = 5.0
@@ -23,11 +23,13 @@ _CONTROL_S = 120.0
 _GENERATE_S = 3600.0
 _WATCH_S = 0.003
 _BASE_URL = "http://vllm"
+_GENERATE, _COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+_CALLERS_FAULT = frozenset({400, 413, 422})
 PauseMode = Literal["keep", "wait", "abort"]
 
 
 class VllmClient:
-    """Calls one child. Raises EngineError for everything that goes wrong on the way."""
+    """Calls one child. EngineError when it fails, MalformedMessage when a request is wrong."""
 
     def __init__(self, socket: Path) -> None:
         self._http = httpx.AsyncClient(
@@ -45,25 +47,25 @@ class VllmClient:
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """POST /inference/v1/generate: token ids in, token ids out."""
-        return await self._post("/inference/v1/generate", json=body, timeout_s=_GENERATE_S)
+        return await self._post(_GENERATE, json=body, timeout_s=_GENERATE_S)
 
     async def stream(self, body: Mapping[str, Any]) -> AsyncIterator[str]:
         """The same, as the data lines of its event stream, without the closing `[DONE]`."""
-        path, timeout = "/inference/v1/generate", httpx.Timeout(_GENERATE_S, connect=_CONNECT_S)
+        timeout = httpx.Timeout(_GENERATE_S, connect=_CONNECT_S)
         try:
-            async with self._http.stream("POST", path, json=body, timeout=timeout) as response:
+            async with self._http.stream("POST", _GENERATE, json=body, timeout=timeout) as response:
                 if response.is_error:
                     await response.aread()
-                    raise _refusal(path, response)
+                    raise _refusal(_GENERATE, response)
                 async for line in response.aiter_lines():
                     if line.startswith("data: ") and line != "data: [DONE]":
                         yield line.removeprefix("data: ")
         except httpx.HTTPError as error:
-            raise EngineError(f"vLLM {path}: {type(error).__name__} {error}") from error
+            raise EngineError(f"vLLM {_GENERATE}: {type(error).__name__} {error}") from error
 
     async def score(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """POST /v1/completions, for prompt logprobs."""
-        return await self._post("/v1/completions", json=body, timeout_s=_GENERATE_S)
+        return await self._post(_COMPLETIONS, json=body, timeout_s=_GENERATE_S)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stop making tokens; returns when the last step has ended."""
@@ -96,10 +98,6 @@ class VllmClient:
     async def unload_adapter(self, name: str) -> None:
         """POST /v1/unload_lora_adapter."""
         await self._post("/v1/unload_lora_adapter", json={"lora_name": name})
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget cached prompts."""
-        await self._post("/reset_prefix_cache")
 
     async def close(self) -> None:
         """Let go of the socket."""
@@ -186,8 +184,12 @@ def _answer(path: str, response: httpx.Response) -> dict[str, Any]:
     return answer if isinstance(answer, dict) else {}
 
 
-def _refusal(path: str, response: httpx.Response) -> EngineError:
-    return EngineError(f"vLLM {path} answered {response.status_code}: {response.text[:400]}")
+def _refusal(path: str, response: httpx.Response) -> DeltawireError:
+    """Whose fault it is: a prompt that is too long is the caller's."""
+    text = f"vLLM {path} answered {response.status_code}: {response.text[:400]}"
+    if path in (_GENERATE, _COMPLETIONS) and response.status_code in _CALLERS_FAULT:
+        return MalformedMessage(text)
+    return EngineError(text)
 
 
 def _error_named(name: str) -> type[Exception]:
