@@ -1,7 +1,9 @@
 """Losses against closed forms, and the gradient of one step against a float64 reference."""
 
 import copy
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,12 +15,19 @@ from deltawire.job.spec import TrainSpec
 from deltawire_trainer.learner import Learner
 from deltawire_trainer.losses.algorithms import ALGORITHMS
 from deltawire_trainer.losses.reduction import Totals
-from deltawire_trainer.losses.terms import LossInput
+from deltawire_trainer.losses.terms import LossInput, k3
 from deltawire_trainer.optimizer import build_optimizer
 from deltawire_trainer.policy import Policy
 from deltawire_trainer.samples import TrainingSample
 
 from .conftest import VOCABULARY, MakeSample, tiny_llama
+from .trl_table import BETA, numbers
+from .trl_table import CLIP_HIGH as TRL_CLIP_HIGH
+from .trl_table import CLIP_LOW as TRL_CLIP_LOW
+from .trl_table import LENGTHS as TRL_LENGTHS
+from .trl_table import MAX_TOKENS as TRL_MAX_TOKENS
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 LENGTHS = [3, 1, 4]
 CLIP_LOW, CLIP_HIGH = 0.2, 0.3
@@ -309,3 +318,38 @@ def test_an_entropy_bonus_raises_entropy(policy: Policy, make_sample: MakeSample
         learner.apply(gradient, step=step)
 
     assert found[-1] > found[0] + 0.1
+
+
+def flat_numbers() -> tuple[LossInput, torch.Tensor]:
+    """The numbers of trl_table.py, laid end to end; and the reference logprobs."""
+    data = numbers()
+    mask = data["mask"].bool()
+    index = torch.arange(len(TRL_LENGTHS)).repeat_interleave(torch.tensor(TRL_LENGTHS))
+    batch = LossInput(
+        policy_logprobs=data["policy"][mask],
+        old_logprobs=data["old"][mask],
+        advantages=data["advantages"][index],
+        sample_index=index,
+        samples=len(TRL_LENGTHS),
+        clip_low=TRL_CLIP_LOW,
+        clip_high=TRL_CLIP_HIGH,
+    )
+    return batch, data["reference"][mask]
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo+kl", "dr_grpo", "dapo", "gspo", "cispo", "rloo"])
+def test_a_loss_equals_trls(name: str) -> None:
+    """Against values that TRL's own code gave for the same numbers (tests/golden)."""
+    expected = json.loads((GOLDEN / "trl_losses.json").read_text())[name]
+    batch, reference = flat_numbers()
+    algorithm = ALGORITHMS[name.removesuffix("+kl")]
+    totals = Totals(
+        samples=batch.samples, tokens=len(batch.sample_index), max_tokens=TRL_MAX_TOKENS
+    )
+
+    values = algorithm.loss(batch).values
+    if name.endswith("+kl"):
+        values = values + BETA * k3(reference - batch.policy_logprobs)
+    loss = algorithm.reduce(values, batch.sample_index, batch.samples, totals)
+
+    assert loss.item() == pytest.approx(expected, rel=1e-6)

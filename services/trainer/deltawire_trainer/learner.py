@@ -18,7 +18,7 @@ from deltawire_trainer.batches import Budget, PackedBatch, pack
 from deltawire_trainer.correction import correct
 from deltawire_trainer.losses.algorithms import ALGORITHMS
 from deltawire_trainer.losses.reduction import Totals
-from deltawire_trainer.losses.terms import LossInput
+from deltawire_trainer.losses.terms import LossInput, k3
 from deltawire_trainer.optimizer import learning_rate, set_learning_rate
 from deltawire_trainer.policy import Policy
 from deltawire_trainer.samples import TrainingSample
@@ -185,12 +185,11 @@ class Learner:
         return float(loss.detach())
 
     def _reference_kl(self, batch: PackedBatch, policy_logprobs: torch.Tensor) -> torch.Tensor:
-        """[T] k3 estimate of KL(policy || reference), with gradient: arXiv 2402.03300, eq. 4."""
+        """[T] estimate of KL(policy || reference), with gradient."""
         assert self._reference is not None
         with torch.no_grad():
             reference = self._reference.logprobs(batch).tokens
-        x = reference - policy_logprobs
-        return x.exp() - 1.0 - x
+        return k3(reference - policy_logprobs)
 
 
 class _Statistics(TypedDict):

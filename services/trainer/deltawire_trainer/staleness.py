@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deltawire_trainer.losses.terms import k3
 from deltawire_trainer.samples import TrainingSample
 
 
@@ -54,11 +55,10 @@ def effective_sample_size(log_ratio: torch.Tensor) -> float:
 def mismatch_kl(log_ratio: torch.Tensor, same_version: torch.Tensor) -> float:
     """KL(behaviour || policy) in nats per token over tokens sampled by the very same weights.
 
-    What remains is the difference between two engines. The k3 estimator exp(x) - 1 - x
-    (Schulman 2020, "Approximating KL Divergence"): never negative. 0 when no token qualifies.
+    What remains is the difference between two engines. 0 when no token qualifies.
     """
     x = log_ratio[same_version].double()
-    return float((x.exp() - 1.0 - x).mean()) if x.numel() else 0.0
+    return float(k3(x).mean()) if x.numel() else 0.0
 
 
 def oldest_version(samples: Iterable[TrainingSample]) -> int | None:

@@ -40,6 +40,12 @@ Loss = Callable[[LossInput], TokenLoss]
 """A loss is a pure function."""
 
 
+def k3(log_ratio: torch.Tensor) -> torch.Tensor:
+    """exp(x) - 1 - x with x = log(q / p) on tokens drawn from p: estimates KL(p || q), never
+    negative (Schulman 2020, "Approximating KL Divergence"; GRPO, arXiv 2402.03300, eq. 4)."""
+    return log_ratio.exp() - 1.0 - log_ratio
+
+
 def clipped_surrogate(ratio: torch.Tensor, batch: LossInput) -> TokenLoss:
     """-min(ratio * A, clip(ratio) * A) per token: PPO, arXiv 1707.06347."""
     advantages = batch.advantages
