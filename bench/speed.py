@@ -183,7 +183,9 @@ def apply_in_place(*, rounds: int = 5) -> Table:
 
 
 def _decoding(path: Path, step: Step) -> Callable[[], object]:
-    return lambda: decode_delta(path, step.base.layout, step.base)
+    """As a replica does it: old values come from its live tensors."""
+    live = LiveTensors(step.base.named_tensors(torch.bfloat16), step.base.layout)
+    return lambda: decode_delta(path, step.base.layout, live)
 
 
 def _after(step: Step) -> FlatWeights:

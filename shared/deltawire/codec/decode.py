@@ -39,14 +39,15 @@ def decode_delta(
     _check_header(header, layout, foreign=is_foreign(container.metadata), name=container.name)
     if header.encoding == "seed":
         patches = read_seed(container, header, layout)
+        check_patches(patches, layout, name=container.name)
     elif header.encoding in ("compact", "classes"):
         by_class = header.encoding == "classes"
         patches = read_compact(container, layout, old=old, classes=by_class, threads=threads)
     elif header.encoding in V1_ENCODINGS:
         patches = read_v1(container, header, layout)
+        check_patches(patches, layout, name=container.name)
     else:
         raise UnknownSchema(f"{container.name}: unknown encoding {header.encoding!r}")
-    check_patches(patches, layout, name=container.name)
     _check_counts(header, patches, container)
     if old is None:
         return patches

@@ -78,11 +78,8 @@ class TensorLayout:
     dtype: str
     offset: int
     """Elements of all tensors before it."""
-
-    @property
-    def numel(self) -> int:
-        """Elements; 1 for a scalar."""
-        return math.prod(self.shape)
+    numel: int
+    """Elements; 1 for a scalar."""
 
     @property
     def bits(self) -> np.dtype[Any]:
@@ -116,7 +113,11 @@ class Layout(Mapping[str, TensorLayout]):
                 raise LayoutMismatch(f"{spec.name} has a negative side: {spec.shape}")
             torch_type(spec.dtype)
             tensor = TensorLayout(
-                name=spec.name, shape=tuple(spec.shape), dtype=spec.dtype, offset=offset
+                name=spec.name,
+                shape=tuple(spec.shape),
+                dtype=spec.dtype,
+                offset=offset,
+                numel=math.prod(spec.shape),
             )
             self._tensors[spec.name] = tensor
             offset += tensor.numel
