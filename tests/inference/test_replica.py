@@ -322,3 +322,10 @@ async def test_pause_holds_tokens_back_and_resume_lets_them_go(
         assert (await client.post("/resume")).json() == {"paused": False}
         answer = GenerateResponse.model_validate_json((await waiting).content)
         assert {span.version for span in answer.completions[0].spans} == {1}
+
+
+async def test_a_body_over_the_limit_is_refused(make_run: "MakeRun", serve: Serve) -> None:
+    async with serve(make_run(), body_bytes=1000) as serving, serving.http_client() as client:
+        answer = await client.post("/v1/generate", json={"prompt_ids": [1] * 2000})
+
+        assert answer.status_code == 413 and answer.json()["type"] == "PayloadTooLarge"

@@ -13,8 +13,8 @@ from deltawire.job.resolve import ResolvedJob
 from deltawire.job.world import World
 from deltawire.protocol.control import EnvironmentStatus
 from deltawire.service.app import create_service_app
+from deltawire.service.body_limit import BodyLimit
 from deltawire.service.metrics import Metrics
-from deltawire_environment.body_limit import BodyLimit
 from deltawire_environment.episodes import Episodes
 from deltawire_environment.http_routes import environment_routes
 from deltawire_environment.mcp import McpDesk

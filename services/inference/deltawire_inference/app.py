@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request, Response
 from deltawire.protocol.control import ReplicaStatus
 from deltawire.rollout.environment import EnvironmentClient
 from deltawire.service.app import create_service_app
+from deltawire.service.body_limit import BodyLimit
 from deltawire.service.metrics import Metrics
 from deltawire.store.open import open_store
 from deltawire.streams.open import open_streams
@@ -170,6 +171,7 @@ def build_app(service: Inference) -> FastAPI:
         rollout_routes(service.production, admission, run_id=service.settings.run_id)
     )
     app.add_exception_handler(CallerGone, _nobody_reads)
+    app.add_middleware(BodyLimit, limit_bytes=service.settings.body_bytes)
     return app
 
 

@@ -45,6 +45,8 @@ class InferenceSettings(ServiceSettings):
     """Where fetched objects are kept; a private folder, gone at exit, when not given."""
     drain_s: NonNegativeFloat = 2.0
     """After SIGTERM, how long running episodes may go on; the rest is given back."""
+    body_bytes: PositiveInt = 8 * 2**20
+    """Largest HTTP body."""
     threads: NonNegativeInt = 0
     """CPU threads of the torch engine; 0 leaves it to torch."""
     device: str = "cpu"
