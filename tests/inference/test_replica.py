@@ -86,6 +86,7 @@ async def test_a_notice_brings_the_new_version_at_once_and_doubled_ones_do_no_ha
         update = now.updates[-1]
         assert (update.kind, update.base_version) == ("delta", 0)
         assert update.pause_ms > 0 and update.changed > 0 and update.bytes > 0
+        assert (update.mode, update.recomputed_tokens) == ("keep", 0)
 
 
 async def test_a_notice_that_comes_before_latest_json_is_followed_up(

@@ -106,6 +106,8 @@ STATUS = ReplicaStatus(
             stage_s=0.25,
             pause_ms=1.5,
             applied_at=1700000013.0,
+            mode="keep",
+            recomputed_tokens=120,
         )
     ],
     updates_total=11,

@@ -32,7 +32,7 @@ from deltawire.protocol.generation import GenerateRequest, GenerateResponse
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.service.metrics import Metrics
 from deltawire.sync.follower import Fetched, Follower
-from deltawire_inference.engines.base import Engine, SampledToken, SwapMode
+from deltawire_inference.engines.base import ApplyReport, Engine, SampledToken, SwapMode
 from deltawire_inference.history import Rejections, UpdateHistory
 
 log = logging.getLogger(__name__)
@@ -173,13 +173,13 @@ class Replica:
             self._record(
                 route,
                 base_version=have,
-                changed=staged.changed,
                 fetch_s=fetched - started,
                 stage_s=staged_at - fetched,
-                pause_ms=report.pause_s * 1e3,
+                changed=staged.changed,
+                report=report,
             )
         finally:
-            self._enter("serving")
+            self._enter("broken" if self.engine.version is None else "serving")
         self._one_by_one = False
 
     def _route(self, head: Head, *, have: PolicyVersion | None) -> list[Link]:
@@ -249,10 +249,11 @@ class Replica:
         fetch_s: float,
         stage_s: float,
         changed: int | None = None,
-        pause_ms: float = 0.0,
+        report: ApplyReport | None = None,
     ) -> None:
         last = route[-1]
         total = last.total or 0
+        pause_ms = 0.0 if report is None else report.pause_s * 1e3
         update = AppliedUpdate(
             version=last.version,
             base_version=base_version,
@@ -265,10 +266,12 @@ class Replica:
             stage_s=stage_s,
             pause_ms=pause_ms,
             applied_at=time.time(),
+            mode="" if report is None else report.mode,
+            recomputed_tokens=0 if report is None else report.recomputed_tokens,
         )
         self.history.add(update)
-        if base_version is not None:
-            self._metrics.observe("swap_pause", pause_ms / 1e3)
+        if report is not None:
+            self._metrics.observe("swap_pause", report.pause_s)
         self._metrics.set("policy_version", last.version)
         log.info(
             "version applied",

@@ -74,6 +74,10 @@ class AppliedUpdate(WireModel):
     stage_s: float
     pause_ms: float
     applied_at: float
+    mode: str = ""
+    """keep, keep_kv, drain or abort: what became of running requests; "" when none could run."""
+    recomputed_tokens: int = 0
+    """Tokens of running requests whose KV was computed again (mode keep)."""
 
 
 class ReplicaStatus(WireModel):
