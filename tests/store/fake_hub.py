@@ -37,7 +37,10 @@ class FakeHub:
     refuse: int = 0
     lose: int = 0
     fail_paths: set[str] = field(default_factory=set)
+    serves_events: bool = True
     url: str = ""
+    changed: threading.Condition = field(default_factory=threading.Condition)
+    batches: list[list[str]] = field(default_factory=list)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def start(self) -> ThreadingHTTPServer:
@@ -65,7 +68,18 @@ class FakeHub:
                     "xetHash": line["xetHash"],
                     "uploadedAt": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
                 }
+        self.tell([line["path"] for line in lines])
         return failed
+
+    def tell(self, paths: list[str]) -> None:
+        """Send the streams a batch of changes; an empty one ends them."""
+        with self.changed:
+            self.batches.append(paths)
+            self.changed.notify_all()
+
+    def end_streams(self) -> None:
+        """As a server does when it is replaced."""
+        self.tell([])
 
     def size_of(self, xet_hash: str) -> int:
         """A batch names hashes only; sizes stand in the shards that hf_xet wrote."""
@@ -115,6 +129,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = urlsplit(self.path).path
+        if path.endswith("/events"):
+            self._stream(path)
+            return
         with self.hub.lock:
             self.hub.requests.append(f"{self.command} {path}")
             if self.headers.get("Authorization") != f"Bearer {TOKEN}":
@@ -138,6 +155,35 @@ class _Handler(BaseHTTPRequestHandler):
             self._resolve("/".join(parts[1:3]), "/".join(parts[4:]))
         else:
             self._answer({"error": "no such route"}, 404)
+
+    def _stream(self, path: str) -> None:
+        """Server-sent events, until the streams are ended."""
+        self.hub.requests.append(f"{self.command} {path}")
+        if not self.hub.serves_events or self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            self._answer({"error": "not here"}, 404)
+            return
+        seen = len(self.hub.batches)
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self._event("ready", {})
+        while True:
+            with self.hub.changed:
+                while len(self.hub.batches) == seen:
+                    self.hub.changed.wait()
+                paths = self.hub.batches[seen]
+            seen += 1
+            if not paths:
+                self._event("reconnect", {})
+                self.close_connection = True
+                return
+            changes = [{"path": changed, "op": "update"} for changed in paths]
+            self._event("changes", {"cursor": str(seen), "changes": changes})
+
+    def _event(self, name: str, payload: dict[str, object]) -> None:
+        self.wfile.write(f": ping\n\nevent: {name}\ndata: {json.dumps(payload)}\n\n".encode())
+        self.wfile.flush()
 
     def _create(self, bucket: str, options: dict[str, object]) -> None:
         if bucket in self.hub.buckets:

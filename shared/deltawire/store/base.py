@@ -5,10 +5,10 @@ implementation passes the same contract tests (tests/store/). Calls are synchron
 from several threads; async code wraps them in ``asyncio.to_thread``.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from deltawire.protocol.errors import InvalidKey
 
@@ -84,6 +84,23 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Let go of connections."""
+        ...
+
+
+class Watch(Protocol):
+    """A wake-up that was asked for."""
+
+    def close(self) -> None:
+        """Ask no more."""
+        ...
+
+
+@runtime_checkable
+class Watchable(Protocol):
+    """A store that can tell of changes. Best effort: whoever watches polls as well."""
+
+    def watch(self, key: str, wake: Callable[[], None]) -> Watch:
+        """Call `wake`, from another thread, when the object may have changed."""
         ...
 
 

@@ -24,7 +24,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 import hf_xet
-from huggingface_hub import BucketFile, HfApi
+from huggingface_hub import BucketFile, HfApi, get_token
 from huggingface_hub.errors import (
     BucketNotFoundError,
     EntryNotFoundError,
@@ -45,6 +45,7 @@ from deltawire.protocol.errors import (
 )
 from deltawire.store.base import ObjectInfo, StoreBudget, check_key
 from deltawire.store.calls import CallCounter
+from deltawire.store.hub_events import ChangeFeed
 from deltawire.store.lease import Lease
 from deltawire.store.retry import retrying
 
@@ -188,6 +189,12 @@ class HubStore:
     def budget(self) -> StoreBudget:
         """Calls to the Hub's API in its five-minute window."""
         return self._calls.budget()
+
+    def watch(self, key: str, wake: Callable[[], None]) -> ChangeFeed:
+        """Follow the bucket's change feed. Costs no calls of the budget while it is open."""
+        url = f"{self._api.endpoint}/api/buckets/{self._bucket}/events"
+        token = self._api.token if isinstance(self._api.token, str) else get_token()
+        return ChangeFeed(url, token=token, path=self._path(key), wake=wake)
 
     def close(self) -> None:
         """The Hub's client keeps its own pool for the process."""

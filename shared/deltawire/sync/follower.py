@@ -9,7 +9,7 @@ allows is downloaded; nothing outside the configured store and run is asked for.
 import hashlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deltawire.codec.patch import Layout
@@ -30,7 +30,7 @@ from deltawire.protocol.layout import (
     model_file_key,
     parse_key,
 )
-from deltawire.store.base import Store
+from deltawire.store.base import Store, Watch, Watchable
 from deltawire.sync.heads import parse_head, parse_manifest
 
 MAX_MODEL_FILE_BYTES = 256 * 2**20
@@ -118,6 +118,15 @@ class Follower:
             self._model_file(file, folder)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
+
+    def watch(self, wake: Callable[[], None]) -> Watch | None:
+        """Have `wake` called, from another thread, when latest.json may have changed.
+
+        None where the store cannot tell. Only a hint: poll as well.
+        """
+        if not isinstance(self.store, Watchable):
+            return None
+        return self.store.watch(in_run(self.run_id, LATEST_KEY), wake)
 
     def accepts(self, notice: WeightNotice) -> bool:
         """Whether a notice speaks of this store and of an object of this run. It is only a hint."""
