@@ -39,7 +39,11 @@ def test_a_file_beside_the_job_can_be_imported_but_never_hides_a_library(tmp_pat
         ("def broken(:\n", r"some_job.py:1: "),
         ("import json\n1 / 0\n", r"ZeroDivisionError: division by zero \(some_job.py:2\)"),
         ("import no_such_package\n", "ModuleNotFoundError"),
-        ("from deltawire.job import Job\njob = Job(nam='a')\n", "TypeError"),
+        ("from deltawire.job import Job\njob = Job(nam='a')\n", "did you mean 'name'"),
+        (
+            "from deltawire.job import Job\nJob(name='a', env='letters', reward_funcs=[])\n",
+            "'rewards'",
+        ),
     ],
 )
 def test_a_bad_file_is_one_sentence_with_its_line(tmp_path: Path, text: str, said: str) -> None:

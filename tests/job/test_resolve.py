@@ -88,7 +88,12 @@ def test_rewards_are_named_with_their_weights() -> None:
     def short(episode: object) -> float:
         return 0.0
 
-    assert resolve(job(rewards=[short])).spec.rewards == ["short*0.5"]
+    def plain(episode: object) -> float:
+        return 0.0
+
+    assert resolve(job(rewards=[short, plain])).spec.rewards == ["short*0.5", "plain*1"]
+    with pytest.raises(JobError, match="a reward is a function"):
+        resolve(job(rewards=["short"]))
 
 
 def test_a_preset_may_be_chosen_by_name_and_a_wrong_one_gets_a_suggestion() -> None:

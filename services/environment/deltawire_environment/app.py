@@ -37,7 +37,7 @@ class Environment:
         self.pool = Pool(settings.pool_workers)
         self.episodes = Episodes(
             worlds=offered_worlds(settings, job),
-            rewards=job.job.rewards if job else (),
+            rewards=job.job.rewarders if job else (),
             pool=self.pool,
             metrics=self.metrics,
             step_timeout_s=settings.step_timeout_s,

@@ -106,7 +106,9 @@ def _judge_rewards(resolved: ResolvedJob, rehearsal: Rehearsal, report: CheckRep
         report.add("fault", f"reward {name}", reason)
     for name, value in score.parts.items():
         report.add("ok", f"reward {name}", f"{value:g} on the recorded episode")
-    silent = {part.name for part in resolved.job.rewards} - score.parts.keys() - score.errors.keys()
+    silent = (
+        {part.name for part in resolved.job.rewarders} - score.parts.keys() - score.errors.keys()
+    )
     for name in sorted(silent):
         report.add("note", f"reward {name}", "does not apply to the recorded episode")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from deltawire.job.reward import Rewarder
+from deltawire.job.reward import RewardBody, Rewarder, reward
 from deltawire.job.world import World
 from deltawire.protocol.errors import JobError
 
@@ -71,7 +71,8 @@ class Job:
     name: str
     env: Env | WorldLike
     model: Model | str = Model()
-    rewards: Sequence[Rewarder] = ()
+    rewards: Sequence[Rewarder | RewardBody] = ()
+    """Functions made with `@reward`, plain ones (weight 1), or an HttpScorer."""
     sampling: Mapping[str, object] = field(default_factory=dict)
     train: Mapping[str, object] = field(default_factory=dict)
     sync: Mapping[str, object] = field(default_factory=dict)
@@ -80,3 +81,16 @@ class Job:
     """Metrics to show beside the reward."""
     folder: Path = Path()
     """Where the job file lies; set when it is loaded."""
+
+    @property
+    def rewarders(self) -> list[Rewarder]:
+        """The rewards; plain functions become named ones. Raises JobError for what is neither."""
+        return [_rewarder(part) for part in self.rewards]
+
+
+def _rewarder(part: Rewarder | RewardBody) -> Rewarder:
+    if isinstance(part, Rewarder):
+        return part
+    if callable(part):
+        return reward(part)
+    raise JobError(f"a reward is a function or an HttpScorer, not {part!r}")

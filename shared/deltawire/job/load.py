@@ -1,13 +1,15 @@
 """A job file becomes a Job. The file is the user's code: it runs here, and nowhere else."""
 
 import importlib.util
+import re
 import sys
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 
 from deltawire.job.fault import describe
-from deltawire.job.job import Job
+from deltawire.job.job import Job, Model
+from deltawire.job.suggestion import unknown
 from deltawire.protocol.errors import JobError
 
 
@@ -44,8 +46,22 @@ def _run(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except JobError:
         raise
+    except TypeError as error:
+        said = _wrong_argument(error) or describe(error)
+        raise JobError(f"{path.name} cannot be run: {said}") from error
     except SyntaxError as error:
         raise JobError(f"{path.name}:{error.lineno}: {error.msg}") from None
     except Exception as error:  # the border to a user's file
         raise JobError(f"{path.name} cannot be run: {describe(error)}") from error
     return module
+
+
+def _wrong_argument(error: TypeError) -> str | None:
+    """A suggestion, when the error is an argument that Job or Model does not take."""
+    found = re.search(
+        r"(Job|Model)\.__init__\(\) got an unexpected keyword argument '(\w+)'", f"{error}"
+    )
+    if found is None:
+        return None
+    kind = {"Job": Job, "Model": Model}[found[1]]
+    return unknown(f"argument of {found[1]}", found[2], [field.name for field in fields(kind)])

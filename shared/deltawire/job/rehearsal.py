@@ -52,7 +52,7 @@ async def rehearse(
                 break
     finally:
         episode.close()
-    rewards = resolved.job.rewards
+    rewards = resolved.job.rewarders
     score = await score_episode(rewards, transcript, run=run_directly) if rewards else None
     return Rehearsal(transcript=transcript, score=score)
 

@@ -98,7 +98,7 @@ def _from_file(job: Job, env: Env, model: Model) -> Iterator[tuple[str, object]]
     yield "name", job.name
     yield "env.name", world_name(env.world)
     if job.rewards:
-        yield "rewards", [f"{part.name}*{part.weight:g}" for part in job.rewards]
+        yield "rewards", [f"{part.name}*{part.weight:g}" for part in job.rewarders]
     yield "model.source", model.source
     if job.show:
         yield "show", list(job.show)

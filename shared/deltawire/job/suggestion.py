@@ -22,6 +22,11 @@ _OTHER_WORDS = {
     "peft_config": "lora",
     "lr_scheduler_type": "schedule",
     "anchor_cadence": "anchor_every",
+    "environment": "env",
+    "reward_funcs": "rewards",
+    "reward": "rewards",
+    "args": "train",
+    "dataset": "env",
 }
 """What other training libraries call it -> our word."""
 
