@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -73,11 +73,6 @@ class TorchEngine:
     def digest(self) -> str:
         """See Engine."""
         return str(self._parts.weights.digest) if self._parts else ""
-
-    @property
-    def tokenizer(self) -> Any:
-        """The run's tokenizer; None before the start and when the run has none."""
-        return self._parts.loaded.tokenizer if self._parts else None
 
     @property
     def max_length(self) -> int:
@@ -210,7 +205,7 @@ class TorchEngine:
             request.sampling,
             eos_ids=parts.loaded.eos_ids,
             max_new=min(request.sampling.max_new_tokens, room),
-            decoder=parts.loaded.tokenizer,
+            decoder=parts.loaded.decoder,
         )
         rows = [
             Row(

@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from deltawire.codec.bits import torch_type
@@ -27,8 +27,8 @@ class LoadedModel:
     """A model without its weights yet, and what generation needs to know of it."""
 
     module: nn.Module
-    tokenizer: Any
-    """transformers' PreTrainedTokenizer; None when the run carries no tokenizer."""
+    decoder: Tokenizer | None
+    """Finds stop strings; None when the run carries no tokenizer.json."""
     shape: KVShape
     eos_ids: frozenset[int]
     vocabulary: int
@@ -65,7 +65,7 @@ def build_model(model_dir: Path, manifest: RunManifest, *, device: torch.device)
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     return LoadedModel(
         module=module,
-        tokenizer=_tokenizer(model_dir),
+        decoder=_decoder(model_dir),
         shape=KVShape(
             layers=text.num_hidden_layers,
             heads=getattr(text, "num_key_value_heads", None) or text.num_attention_heads,
@@ -110,13 +110,14 @@ def _check_names(module: nn.Module, manifest: RunManifest) -> None:
         )
 
 
-def _tokenizer(model_dir: Path) -> Any:
-    if not any((model_dir / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+def _decoder(model_dir: Path) -> Tokenizer | None:
+    path = model_dir / "tokenizer.json"
+    if not path.exists():
         return None
     try:
-        return AutoTokenizer.from_pretrained(model_dir, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise EngineError(f"cannot load the run's tokenizer: {error}") from error
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise EngineError(f"cannot load the run's tokenizer.json: {error}") from error
 
 
 def _eos_ids(model_dir: Path, configured: int | list[int] | None) -> frozenset[int]:

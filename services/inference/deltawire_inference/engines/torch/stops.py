@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
+from deltawire.protocol.errors import MalformedMessage
 from deltawire.protocol.generation import FinishReason, Sampling
 
 _TAIL_TOKENS = 8
@@ -23,6 +24,8 @@ class StopRule:
     def __init__(
         self, sampling: Sampling, *, eos_ids: frozenset[int], max_new: int, decoder: Decoder | None
     ) -> None:
+        if any(sampling.stop) and decoder is None:
+            raise MalformedMessage("stop strings need a tokenizer, and this run carries none")
         own = frozenset(sampling.stop_token_ids)
         self._ids = own if sampling.ignore_eos else own | eos_ids
         self._strings = tuple(text for text in sampling.stop if text)
