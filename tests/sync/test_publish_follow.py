@@ -245,6 +245,36 @@ def test_a_trainer_restored_from_an_older_checkpoint_publishes_against_the_bucke
     assert replica.bits() == expected_bits(other_trainer)
 
 
+@pytest.mark.parametrize("damage", ["lost", "spoilt"])
+def test_a_trainer_that_finds_its_chain_broken_anchors_anew(
+    trainer: Any,
+    open_publisher: OpenPublisher,
+    replica: Any,
+    expected_bits: ExpectedBits,
+    tmp_path: Path,
+    damage: str,
+) -> None:
+    first = open_publisher(trainer)
+    for _ in range(2):
+        trainer.step()
+        first.publish(trainer.named())
+    first.close()
+    replica.catch_up()
+    path = tmp_path / "bucket/run/deltas/step_000001.safetensors"
+    if damage == "lost":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-1])
+    trainer.step()
+    again = open_publisher(trainer)
+    assert again.version == 3
+    trainer.step()
+    again.publish(trainer.named())
+
+    assert replica.catch_up() == 4
+    assert replica.bits() == expected_bits(trainer)
+
+
 def test_a_second_trainer_is_refused_and_the_first_goes_on(
     trainer: Any, other_trainer: Any, open_publisher: OpenPublisher, replica: Any
 ) -> None:

@@ -5,6 +5,7 @@ commit of anchor 0. A trainer killed in between leaves a run without a committed
 owner, or a take-over, founds again: what lies there already must be the same.
 """
 
+import logging
 import tempfile
 import time
 from collections.abc import Mapping
@@ -12,10 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltawire.codec.patch import Layout
-from deltawire.protocol.chain import Head, ModelFile, RunManifest
-from deltawire.protocol.errors import LayoutMismatch, ObjectExists, ObjectMissing, StoreError
+from deltawire.protocol.chain import Head, Link, ModelFile, RunManifest
+from deltawire.protocol.errors import (
+    LayoutMismatch,
+    ObjectExists,
+    ObjectMissing,
+    StoreError,
+    WeightsError,
+)
 from deltawire.protocol.layout import RUN_KEY, in_run, model_file_key
-from deltawire.protocol.versions import BASE_VERSION
+from deltawire.protocol.versions import BASE_VERSION, PolicyVersion
 from deltawire.store.base import Store
 from deltawire.sync.fence import OwnerFile, new_owner
 from deltawire.sync.follower import Follower, sha256_of
@@ -24,6 +31,8 @@ from deltawire.sync.ledger import Ledger
 from deltawire.sync.published import WholeBits
 from deltawire.sync.replay import empty_tensors, replay
 from deltawire.sync.upload import upload_anchor
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +66,7 @@ def enter_run(
         owner = held.owner if held is not None else new_owner()
         ledger = Ledger.open(store, run_id, owner=owner, take_over=take_over)
         if ledger.head.links:
-            bits = restored_bits(store, ledger.head, bits)
+            bits = _gone_on(store, ledger, bits, anchor_packed=anchor_packed)
         else:
             found_run(
                 store,
@@ -98,22 +107,29 @@ def found_run(
     )
     for name, path in model_files.items():
         _put_once(store, in_run(run_id, model_file_key(name)), path)
+    anchor = _anchor(store, ledger, bits, version=BASE_VERSION, packed=anchor_packed)
+    _put_manifest(store, manifest)
+    ledger.write(version=BASE_VERSION, add=[anchor])
+
+
+def _anchor(
+    store: Store, ledger: Ledger, bits: WholeBits, *, version: PolicyVersion, packed: bool
+) -> Link:
+    """An anchor in the store, not linked yet."""
     with tempfile.TemporaryDirectory(prefix="deltawire-found-") as folder:
-        anchor = ledger.under_free_key(
+        return ledger.under_free_key(
             lambda epoch: upload_anchor(
                 store,
                 dict(bits.named_bits()),
                 layout=bits.layout,
-                version=BASE_VERSION,
-                run_id=run_id,
+                version=version,
+                run_id=ledger.head.run_id,
                 digest=bits.digest(),
                 epoch=epoch,
-                packed=anchor_packed,
+                packed=packed,
                 folder=Path(folder),
             )
         )
-        _put_manifest(store, manifest, Path(folder))
-    ledger.write(version=BASE_VERSION, add=[anchor])
 
 
 def check_same_model(store: Store, run_id: str, layout: Layout) -> None:
@@ -131,6 +147,19 @@ def check_same_model(store: Store, run_id: str, layout: Layout) -> None:
             f"run {run_id!r} was founded for other tensors than this trainer's "
             f"({_first_difference(there, layout)}); choose another run id"
         )
+
+
+def _gone_on(store: Store, ledger: Ledger, guess: WholeBits, *, anchor_packed: bool) -> WholeBits:
+    """The published bits; where the bucket lost what leads to them, an anchor of `guess` is the
+    next version, so that the run and its replicas go on."""
+    try:
+        return restored_bits(store, ledger.head, guess)
+    except (WeightsError, ObjectMissing) as error:
+        version = PolicyVersion(ledger.head.version + 1)
+        log.warning("chain is broken", extra={"reason": str(error), "anchored_at": version})
+    anchor = _anchor(store, ledger, guess, version=version, packed=anchor_packed)
+    ledger.write(version=version, add=[anchor])
+    return guess
 
 
 def restored_bits(store: Store, head: Head, guess: WholeBits) -> WholeBits:
@@ -166,18 +195,19 @@ def _put_once(store: Store, key: str, path: Path) -> None:
                 ) from None
 
 
-def _put_manifest(store: Store, manifest: RunManifest, folder: Path) -> None:
-    path = folder / RUN_KEY
-    path.write_bytes(as_bytes(manifest))
-    try:
-        store.put(in_run(manifest.run_id, RUN_KEY), path)
-    except ObjectExists:
-        there = Follower(store, manifest.run_id, folder).manifest()
-        if there.model_copy(update={"created_at": manifest.created_at}) != manifest:
-            raise LayoutMismatch(
-                f"{RUN_KEY} of run {manifest.run_id!r} was written for another model; choose "
-                "another run id"
-            ) from None
+def _put_manifest(store: Store, manifest: RunManifest) -> None:
+    with tempfile.TemporaryDirectory(prefix="deltawire-found-") as folder:
+        path = Path(folder, RUN_KEY)
+        path.write_bytes(as_bytes(manifest))
+        try:
+            store.put(in_run(manifest.run_id, RUN_KEY), path)
+        except ObjectExists:
+            there = Follower(store, manifest.run_id, Path(folder)).manifest()
+            if there.model_copy(update={"created_at": manifest.created_at}) != manifest:
+                raise LayoutMismatch(
+                    f"{RUN_KEY} of run {manifest.run_id!r} was written for another model; choose "
+                    "another run id"
+                ) from None
 
 
 def _first_difference(there: Layout, here: Layout) -> str:
