@@ -4,7 +4,7 @@ import argparse
 import subprocess
 import sys
 
-PARTS = ("codec", "speed", "growth", "memory", "plots", "streams")
+PARTS = ("codec", "speed", "growth", "memory", "plots", "streams", "sandboxes")
 
 
 def main() -> int:
