@@ -33,6 +33,11 @@ class LiveModel:
         self._addresses = {name: t.data_ptr() for name, t in self._tensors.items()}
         self._flat = [_whole_storage(t) for t in self._tensors.values()]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._flat[0].device
+
     def flat(self, target: int) -> torch.Tensor:
         """The whole storage of a target as a 1-D tensor of its dtype."""
         return self._flat[target]

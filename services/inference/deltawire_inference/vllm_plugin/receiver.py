@@ -31,11 +31,13 @@ from deltawire_inference.vllm_plugin.relayout import RULES, add_relayouts
 from deltawire_inference.vllm_plugin.scatter import scatter, warm_up
 from deltawire_inference.vllm_plugin.staged import (
     PatchPlan,
+    Segment,
     load_values,
     plan_patch,
     save_values,
 )
 from deltawire_inference.vllm_plugin.trace import learn_map, runtime_tensors
+from deltawire_inference.vllm_plugin.transfer import beside_the_engine, copy_to
 from deltawire_inference.vllm_plugin.verify import Audit, absorbed_names, audit, require_equal
 
 MAX_DIFF_SHARE = 0.1
@@ -122,10 +124,8 @@ class Receiver:
         """
         plan = PatchPlan.load(plan_path)
         plan.require_fits(self.map, self.fingerprint)
-        old = {
-            segment.key: self.live.flat(segment.target)[segment.offsets].to(segment.dtype).cpu()
-            for segment in plan.segments
-        }
+        with beside_the_engine(self.live.device):
+            old = {segment.key: self._old(segment) for segment in plan.segments}
         save_values(old, old_path)
         self._patches[key] = HeldPatch(plan=plan)
 
@@ -218,14 +218,19 @@ class Receiver:
         for their pages.
         """
         segments, ready = [], {}
-        for segment in plan.segments:
-            flat = self.live.flat(segment.target)
-            offsets = segment.offsets.to(flat.device, copy=True)
-            segments.append(replace(segment, offsets=offsets, slices=()))
-            ready[segment.key] = values[segment.key].to(flat, copy=True)
-            warm_up(flat, offsets, ready[segment.key])
+        with beside_the_engine(self.live.device):
+            for segment in plan.segments:
+                flat = self.live.flat(segment.target)
+                offsets = copy_to(segment.offsets, flat.device, segment.offsets.dtype)
+                segments.append(replace(segment, offsets=offsets, slices=()))
+                ready[segment.key] = copy_to(values[segment.key], flat.device, flat.dtype)
+                warm_up(flat, offsets, ready[segment.key])
         held = replace(plan, segments=tuple(segments))
         self._patches[key] = HeldPatch(plan=held, values=ready, ready=True)
+
+    def _old(self, segment: Segment) -> torch.Tensor:
+        flat = self.live.flat(segment.target)
+        return flat[segment.offsets.to(flat.device)].to(segment.dtype).cpu()
 
     def _scatter(self, plan: PatchPlan, values: dict[str, torch.Tensor]) -> int:
         for segment in plan.segments:
