@@ -158,7 +158,7 @@ async def test_a_damaged_object_is_refused_remembered_and_passed_by_an_anchor(
         flip(run, "deltas/step_000002.safetensors")
         serving.replica.follower.head = old  # type: ignore[method-assign]
 
-        await until(serving, lambda: serving.replica.rejections.total == 1)
+        await until(serving, lambda: serving.replica.routing.rejected_total == 1)
         answer = await serving.replica.generate(GenerateRequest(prompt_ids=[1], sampling=SHORT))
 
         assert answer.completions[0].spans[0].version == 1
@@ -167,7 +167,7 @@ async def test_a_damaged_object_is_refused_remembered_and_passed_by_an_anchor(
         run.publisher.finish()
         await serving.serves(3)
         assert serving.engine.digest == run.publisher.digest == await serving.engine.verify()
-        assert serving.replica.rejections.total == 1
+        assert serving.replica.routing.rejected_total == 1
 
 
 async def test_a_delta_that_lies_about_its_digest_is_refused_and_what_comes_before_it_applied(
@@ -188,7 +188,7 @@ async def test_a_delta_that_lies_about_its_digest_is_refused_and_what_comes_befo
             return head.model_copy(update={"links": links})
 
         serving.replica.follower.head = lying  # type: ignore[method-assign,assignment]
-        await until(serving, lambda: serving.replica.rejections.total > 0)
+        await until(serving, lambda: serving.replica.routing.rejected_total > 0)
 
         await serving.serves(1)
         assert await serving.engine.verify() == serving.engine.digest

@@ -34,6 +34,8 @@ from deltawire_inference.text import ReplicaText
 
 log = logging.getLogger(__name__)
 
+_HEARTBEAT_S = 2.0
+"""Between two heartbeats; the gauges of /metrics are as old at most."""
 _CLIENT_CLOSED = 499
 """nginx's status for a caller that left; nobody reads it."""
 
@@ -93,7 +95,7 @@ class Inference:
             digest=self.engine.digest,
             updates=list(replica.history.newest),
             updates_total=replica.history.total,
-            rejected_total=replica.rejections.total,
+            rejected_total=replica.routing.rejected_total,
             last_error=replica.last_error or self.production.problem,
             running_requests=load.running + load.waiting,
             tokens_per_s=load.tokens_per_s,
@@ -110,7 +112,12 @@ class Inference:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.replica.run())
             group.create_task(self.production.run())
-            group.create_task(self.production.register(self.now))
+            group.create_task(self._pulse())
+
+    async def _pulse(self) -> None:
+        while True:
+            await self.production.register(self.now())
+            await asyncio.sleep(_HEARTBEAT_S)
 
     async def drain(self) -> None:
         """Between SIGTERM and the end: no new work, what runs finishes or is given back."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
 
 from deltawire.protocol.control import ReplicaStatus
 from deltawire.protocol.errors import (
@@ -24,7 +23,6 @@ from deltawire_inference.text import ReplicaText
 
 log = logging.getLogger(__name__)
 
-_HEARTBEAT_S = 2.0
 _TIME_TO_LIVE_S = 15.0
 """A replica that was silent for so long is forgotten by the trainer."""
 
@@ -103,14 +101,13 @@ class Production:
         )
         return await run_group(ticket, shop, producer_id=self._replica.replica_id)
 
-    async def register(self, status: Callable[[], ReplicaStatus]) -> None:
-        """Tell the streams that this replica lives, for ever."""
-        while self._streams is not None:
+    async def register(self, status: ReplicaStatus) -> None:
+        """Tell the streams that this replica lives. Where they cannot be reached, next time."""
+        if self._streams is not None:
             try:
-                await self._streams.register(status(), ttl_s=_TIME_TO_LIVE_S)
+                await self._streams.register(status, ttl_s=_TIME_TO_LIVE_S)
             except StreamError as error:
                 log.warning("not registered", extra={"reason": str(error)})
-            await asyncio.sleep(_HEARTBEAT_S)
 
     async def close(self) -> None:
         """Let go of the streams."""

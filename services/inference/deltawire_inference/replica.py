@@ -13,10 +13,9 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
-from contextlib import suppress
 from typing import TypeVar
 
-from deltawire.protocol.chain import Head, Link, plan_route
+from deltawire.protocol.chain import Head, Link
 from deltawire.protocol.control import AppliedUpdate, ReplicaState, WeightNotice
 from deltawire.protocol.errors import (
     ChecksumMismatch,
@@ -25,7 +24,6 @@ from deltawire.protocol.errors import (
     InvalidKey,
     ObjectMissing,
     ReplicaBroken,
-    VersionGap,
     WeightsError,
 )
 from deltawire.protocol.generation import GenerateRequest, GenerateResponse
@@ -33,7 +31,8 @@ from deltawire.protocol.versions import PolicyVersion
 from deltawire.service.metrics import Metrics
 from deltawire.sync.follower import Fetched, Follower
 from deltawire_inference.engines.base import ApplyReport, Engine, SampledToken, SwapMode
-from deltawire_inference.history import Rejections, UpdateHistory
+from deltawire_inference.history import UpdateHistory
+from deltawire_inference.routing import Routing
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class Replica:
         self.engine = engine
         self.state: ReplicaState = "joining"
         self.history = UpdateHistory()
-        self.rejections = Rejections()
+        self.routing = Routing()
         self.last_error = ""
         self.head_version: PolicyVersion | None = None
         self._metrics = metrics
@@ -75,7 +74,6 @@ class Replica:
         self._noticed: int = -1
         self._soon_tries = 0
         self._failures = 0
-        self._one_by_one = False
         self._verified_at = 0.0
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
@@ -107,7 +105,16 @@ class Replica:
         self.state = "draining"
 
     async def run(self) -> None:
-        """Follow until cancelled."""
+        """Follow until cancelled. A store that can tell of changes wakes it like a notice does."""
+        loop = asyncio.get_running_loop()
+        watch = self.follower.watch(lambda: loop.call_soon_threadsafe(self._wake.set))
+        try:
+            await self._follow()
+        finally:
+            if watch is not None:
+                watch.close()
+
+    async def _follow(self) -> None:
         while True:
             try:
                 await self._look()
@@ -137,7 +144,7 @@ class Replica:
         """Load from an anchor to the newest version."""
         self._enter("joining")
         started = time.perf_counter()
-        route = self._route(head, have=None)
+        route = self.routing.plan(head, have=None)
         model_dir = await asyncio.to_thread(self.follower.model_dir)
         objects = await self._fetch(route)
         fetched = time.perf_counter()
@@ -153,14 +160,14 @@ class Replica:
             fetch_s=fetched - started,
             stage_s=time.perf_counter() - fetched,
         )
-        self._one_by_one = False
+        self.routing.arrived()
         self._enter("serving")
         self._joined.set()
 
     async def _advance(self, head: Head) -> None:
         """One swap. On any error the old version goes on serving."""
         have = self.engine.version
-        route = self._route(head, have=have)
+        route = self.routing.plan(head, have=have)
         self._enter("staging")
         try:
             started = time.perf_counter()
@@ -180,17 +187,7 @@ class Replica:
             )
         finally:
             self._enter("broken" if self.engine.version is None else "serving")
-        self._one_by_one = False
-
-    def _route(self, head: Head, *, have: PolicyVersion | None) -> list[Link]:
-        """To the newest version that usable objects lead to. VersionGap when there is none."""
-        links = self.rejections.usable(head.links)
-        newer = {link.version for link in links if have is None or link.version > have}
-        for want in sorted(newer, reverse=True):
-            with suppress(VersionGap):
-                route = plan_route(links, have=have, want=want)
-                return route[:1] if self._one_by_one else route
-        raise VersionGap(have=have, want=head.version)
+        self.routing.arrived()
 
     async def _check_own_weights(self, head: Head) -> None:
         """ReplicaBroken, and nothing is served any more, when they are not what they should be."""
@@ -221,9 +218,7 @@ class Replica:
             with self._metrics.span("fetch"):
                 return await asyncio.to_thread(self.follower.fetch, route)
         except ChecksumMismatch as error:
-            for link in route:
-                if error.key.endswith(link.key):
-                    self.rejections.damaged(link)
+            self.routing.damaged(route, error.key)
             raise
 
     async def _blaming(self, route: Sequence[Link], work: Awaitable[T]) -> T:
@@ -232,13 +227,12 @@ class Replica:
             return await work
         except WeightsError as error:
             self._wake.set()  # try again at once, another way
-            if len(route) > 1:
-                self._one_by_one = True  # link by link: the bad one will stand alone
-                raise
-            if isinstance(error, DigestMismatch) and self.engine.version is not None:
-                await self._verify()  # if it is our weights that are wrong, the object is not
-            self.rejections.refuse(route[0])
-            self._metrics.count("updates_rejected")
+            blamed = self.routing.suspect(route)
+            if blamed is not None:
+                if isinstance(error, DigestMismatch) and self.engine.version is not None:
+                    await self._verify()  # if it is our weights that are wrong, the object is not
+                self.routing.refuse(blamed)
+                self._metrics.count("updates_rejected")
             raise
 
     def _record(
