@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from deltawire.job.world import BadAction
 from deltawire.protocol.rollouts import Task
-from deltawire_environment.worlds.guess import Game, GuessConfig, GuessWorld
+from deltawire_environment.worlds.guess import GuessWorld
+from deltawire_environment.worlds.guess_config import GuessConfig
+from deltawire_environment.worlds.guess_game import Game
 from deltawire_environment.worlds.guess_reward import GradeWeights, grade
 from deltawire_environment.worlds.guess_text import TEXTS
 from deltawire_environment.worlds.marks import closeness, marks
@@ -20,7 +22,7 @@ five_letters = st.text("abcdefgh", min_size=5, max_size=5)
 
 
 def game(secret: str, **config: object) -> Game:
-    return Game(GuessWorld(GuessConfig(**config), WORDS), secret)
+    return GuessWorld(GuessConfig(**config), WORDS).play(secret)
 
 
 @pytest.mark.parametrize(

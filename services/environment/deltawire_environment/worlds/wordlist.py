@@ -13,20 +13,24 @@ class WordList:
     """Shared by all games; read once."""
 
     secrets: dict[str, tuple[str, ...]]
-    """Split -> sorted secrets."""
+    """Split -> secrets in one fixed order, shuffled: tasks in a row must not look alike."""
     allowed: frozenset[str]
     """Every five-letter guess that is a word; holds all secrets."""
 
 
 def held_out(word: str) -> bool:
     """Whether a secret belongs to the `eval` split. The same in every process, for ever."""
-    return hashlib.sha256(word.encode()).digest()[0] % _EVAL_SHARE == 0
+    return _hash(word)[0] % _EVAL_SHARE == 0
+
+
+def _hash(word: str) -> bytes:
+    return hashlib.sha256(word.encode()).digest()
 
 
 def load_words() -> WordList:
     """Read the lists that ship with the package."""
     folder = files("deltawire_environment.worlds.words")
-    answers = (folder / "answers.txt").read_text(encoding="ascii").split()
+    answers = sorted((folder / "answers.txt").read_text(encoding="ascii").split(), key=_hash)
     allowed = (folder / "allowed.txt").read_text(encoding="ascii").split()
     return WordList(
         secrets={
