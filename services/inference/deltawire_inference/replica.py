@@ -107,7 +107,11 @@ class Replica:
     async def run(self) -> None:
         """Follow until cancelled. A store that can tell of changes wakes it like a notice does."""
         loop = asyncio.get_running_loop()
-        watch = self.follower.watch(lambda: loop.call_soon_threadsafe(self._wake.set))
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(self._wake.set)
+
+        watch = self.follower.watch(wake)
         try:
             await self._follow()
         finally:
