@@ -61,6 +61,13 @@ def test_the_same_seed_draws_the_same_secret_in_every_process_and_split() -> Non
     assert not any(held_out(secret(seed, "train")) for seed in range(40))
 
 
+def test_tasks_in_a_row_do_not_look_alike() -> None:
+    for split in ("train", "eval"):
+        words = WORDS.secrets[split]
+        for start in range(0, 160, 8):
+            assert len({word[0] for word in words[start : start + 8]}) >= 4
+
+
 def test_the_splits_share_no_word_and_every_secret_may_be_guessed() -> None:
     train, held = set(WORDS.secrets["train"]), set(WORDS.secrets["eval"])
     assert not train & held
