@@ -64,14 +64,15 @@ async def run_trainer(settings: TrainerSettings) -> int:
     training = asyncio.create_task(train(trainer, settings, store, streams, metrics))
     try:
         await asyncio.wait({serving, training}, return_when=asyncio.FIRST_COMPLETED)
-        if not settings.exit_when_done:
+        failed = training.done() and training.result() != 0
+        if not failed and not settings.exit_when_done:
             await serving
     finally:
         await _end(training)
         await _end(serving)
         await streams.close()
         store.close()
-    return 1 if trainer.state == "failed" else 0
+    return training.result() if training.done() and not training.cancelled() else 0
 
 
 async def train(
@@ -80,8 +81,12 @@ async def train(
     store: Store,
     streams: TrainerStreams,
     metrics: Metrics,
-) -> None:
-    """Open the run and train it. The border where a failed run becomes a status."""
+) -> int:
+    """Open the run and train it: 0, or 2 for an error of the tree, or 1 for anything else.
+
+    The border where a failed run becomes a status and an exit code: what supervises the process
+    starts it again after a 1, and tells a person after a 2.
+    """
     run: OpenRun | None = None
     try:
         run = await asyncio.to_thread(open_run, settings, trainer.job, store)
@@ -89,9 +94,13 @@ async def train(
     except DeltawireError as error:
         log.error("run failed", extra={"error": type(error).__name__, "detail": str(error)})
         trainer.fail(f"{type(error).__name__}: {error}")
+        return 2
     except Exception as error:
         log.exception("run failed")
         trainer.fail(f"unexpected {type(error).__name__}: {error}")
+        return 1
+    else:
+        return 0
     finally:
         if run is not None:
             await asyncio.to_thread(run.close)
@@ -187,7 +196,7 @@ def _is_final(error: RemoteError) -> bool:
     return error.status in (401, 403, 404)
 
 
-async def _end(task: asyncio.Task[None]) -> None:
+async def _end(task: asyncio.Task[None] | asyncio.Task[int]) -> None:
     """Stop a task and see it stopped; its error, if any, was dealt with where it arose."""
     task.cancel()
     await asyncio.wait({task})

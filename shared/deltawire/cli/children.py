@@ -35,7 +35,9 @@ class ChildDied(DeltawireError):
 
     def __init__(self, name: str, code: int, tail: str, log_path: Path) -> None:
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-        super().__init__(f"{name} {how}; the end of {log_path}:\n{tail}")
+        # A service that stopped on purpose ends its log with the sentence that says why.
+        why = tail.splitlines()[-1].strip() if code == _CLEAR_ERROR else f"\n{tail}"
+        super().__init__(f"{name} {how}; the end of {log_path}: {why}")
         self.name, self.code = name, code
 
 
