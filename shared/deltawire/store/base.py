@@ -99,7 +99,7 @@ class Watch(Protocol):
 class Watchable(Protocol):
     """A store that can tell of changes. Best effort: whoever watches polls as well."""
 
-    def watch(self, key: str, wake: Callable[[], None]) -> Watch:
+    def watch(self, key: str, wake: Callable[[], object]) -> Watch:
         """Call `wake`, from another thread, when the object may have changed."""
         ...
 

@@ -190,7 +190,7 @@ class HubStore:
         """Calls to the Hub's API in its five-minute window."""
         return self._calls.budget()
 
-    def watch(self, key: str, wake: Callable[[], None]) -> ChangeFeed:
+    def watch(self, key: str, wake: Callable[[], object]) -> ChangeFeed:
         """Follow the bucket's change feed. Costs no calls of the budget while it is open."""
         url = f"{self._api.endpoint}/api/buckets/{self._bucket}/events"
         token = self._api.token if isinstance(self._api.token, str) else get_token()

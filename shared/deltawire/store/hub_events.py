@@ -26,7 +26,9 @@ _REFUSED = (401, 403, 404, 501)
 class ChangeFeed:
     """One stream in a daemon thread, reopened when it ends, until `close`."""
 
-    def __init__(self, url: str, *, token: str | None, path: str, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, url: str, *, token: str | None, path: str, wake: Callable[[], object]
+    ) -> None:
         self._request = urllib.request.Request(url, headers={"Accept": "text/event-stream"})
         if token:
             self._request.add_unredirected_header("Authorization", f"Bearer {token}")
@@ -58,12 +60,16 @@ class ChangeFeed:
     def _follow(self) -> None:
         """Until the stream ends. What happened before it was open is unknown, so wake first."""
         with urllib.request.urlopen(self._request, timeout=SILENCE_S) as opened:
-            self._wake()
+            self._tell()
             for name, data in events(cast("Iterable[bytes]", opened)):
                 if self._closed.is_set() or name == "reconnect":
                     return
                 if name == "reset" or (name == "changes" and _touches(data, self._path)):
-                    self._wake()
+                    self._tell()
+
+    def _tell(self) -> None:
+        if not self._closed.is_set():
+            self._wake()
 
 
 def events(lines: Iterable[bytes]) -> Iterator[tuple[str, str]]:

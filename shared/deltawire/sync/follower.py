@@ -119,7 +119,7 @@ class Follower:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def watch(self, wake: Callable[[], None]) -> Watch | None:
+    def watch(self, wake: Callable[[], object]) -> Watch | None:
         """Have `wake` called, from another thread, when latest.json may have changed.
 
         None where the store cannot tell. Only a hint: poll as well.
