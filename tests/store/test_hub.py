@@ -197,8 +197,28 @@ def test_the_lease_of_a_dead_writer_is_taken(store: Store, open_hub: OpenHub) ->
         store.swap("latest.json", b"3", expect=first.etag)
 
 
-def test_the_budget_is_the_free_tiers(store: Store) -> None:
+def test_the_budget_counts_what_the_hub_counts(
+    fake_hub: Any, store: Store, file_of: FileOf, tmp_path: Path
+) -> None:
+    store.put("a", file_of(b"1"))
+    head = store.swap("latest.json", b"1", expect=None)
+    store.swap("latest.json", b"2", expect=head.etag)
+    store.read("latest.json")
+    store.fetch("a", tmp_path / "a")
+    store.list()
+    store.delete(["a"])
+
+    assert store.budget().calls == len(fake_hub.requests)
     assert store.budget().allowed == 1000
+
+
+def test_a_version_costs_nine_calls(fake_hub: Any, store: Store, file_of: FileOf) -> None:
+    head = store.swap("latest.json", b"0", expect=None)
+    fake_hub.requests.clear()
+    store.put("delta", file_of(b"1"))
+    store.swap("latest.json", b"1", expect=head.etag)
+
+    assert len(fake_hub.requests) == 9
 
 
 _IN_ANOTHER_PROCESS = """
