@@ -129,7 +129,7 @@ class WorkerCalls:
         self._timeout_s = timeout_s
         self._numbers = itertools.count()
         self._http = httpx.Client(
-            transport=httpx.HTTPTransport(uds=str(socket)),
+            transport=httpx.HTTPTransport(uds=str(socket), limits=_no_limits()),
             base_url=_BASE_URL,
             timeout=httpx.Timeout(_CONTROL_S, connect=_CONNECT_S),
         )
@@ -171,8 +171,11 @@ class WorkerCalls:
 
 
 def _no_limits() -> httpx.Limits:
-    """vLLM queues by itself: a request must never wait for a connection of ours."""
-    return httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    """vLLM queues by itself: a request must never wait for a connection of ours.
+
+    None is kept: vLLM closes after each 500, and a socket on this machine opens in no time.
+    """
+    return httpx.Limits(max_connections=None, max_keepalive_connections=0)
 
 
 def _answer(path: str, response: httpx.Response) -> dict[str, Any]:
