@@ -121,7 +121,7 @@ class TorchEngine:
         parts = self._ready()
         _check_ids(token_ids, parts.loaded)
         ids = list(token_ids)
-        return await self._errand(lambda: parts.core.score(ids))
+        return await asyncio.wrap_future(parts.loop.between_steps(lambda: parts.core.score(ids)))
 
     async def stage(self, objects: Objects) -> StagedUpdate:
         """See Engine. Runs beside the engine's thread, and yields to it."""
@@ -237,9 +237,6 @@ class TorchEngine:
     async def _aside(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._stager, partial(work, *args, **kwargs))
-
-    async def _errand(self, errand: Callable[[], list[float]]) -> list[float]:
-        return await asyncio.wrap_future(self._ready().loop.between_steps(errand))
 
 
 def _check_versions(request: GenerateRequest, serving: int) -> None:

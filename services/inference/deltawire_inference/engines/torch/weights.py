@@ -11,6 +11,7 @@ import torch
 from deltawire.codec.apply import LiveTensors, reverse, scatter
 from deltawire.codec.digest import Digest, digest_full
 from deltawire.codec.patch import Layout, SparsePatch
+from deltawire.codec.warm import warm
 from deltawire.protocol.errors import EngineError
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.sync.replay import replay
@@ -24,8 +25,8 @@ class _Ready:
 
     patches: list[SparsePatch]
     digest: Digest
-    generation: int
-    """Of the weights it was staged against."""
+    against: object
+    """Stands for the weights as they were when it was staged."""
 
 
 class LiveWeights:
@@ -36,17 +37,17 @@ class LiveWeights:
     ) -> None:
         self._layout, self._run_id = layout, run_id
         self._tensors = LiveTensors(named_tensors, layout)
-        self._generation = 0
+        self._state = object()
         self.digest = Digest()
 
     def load(self, objects: Objects) -> None:
         """Fill the tensors by a route from an anchor. Nothing is served from them meanwhile."""
         self.digest = replay(objects, self._tensors, run_id=self._run_id)
-        self._warm_up()
+        warm()  # the first update should find its loops compiled
 
     def stage(self, objects: Objects) -> StagedUpdate:
         """Decode and verify a route against the live weights; they are only read."""
-        generation = self._generation
+        state = self._state
         patches, digest = read_route(
             objects,
             run_id=self._run_id,
@@ -61,13 +62,13 @@ class LiveWeights:
             new_digest=str(digest),
             changed=sum(patch.changed for patch in patches),
             total=self._layout.total_elements,
-            token=_Ready(patches=patches, digest=digest, generation=generation),
+            token=_Ready(patches=patches, digest=digest, against=state),
         )
 
     def enter(self, staged: StagedUpdate) -> None:
         """Write a staged update: O(changes). On any error the old weights are back."""
         ready = staged.token
-        if not isinstance(ready, _Ready) or ready.generation != self._generation:
+        if not isinstance(ready, _Ready) or ready.against is not self._state:
             raise EngineError(
                 f"version {PolicyVersion(staged.version)} was staged against other weights; "
                 "stage it again"
@@ -77,18 +78,9 @@ class LiveWeights:
         except BaseException:
             scatter(self._tensors, reverse(ready.patches))
             raise
-        self._generation += 1
+        self._state = object()
         self.digest = ready.digest
 
     def recomputed(self) -> Digest:
         """The digest over every live element: one pass over the weights."""
         return digest_full(self._tensors.named_bits(), self._layout)
-
-    def _warm_up(self) -> None:
-        """Compile the kernels of the pause now: one element of each dtype, written as it is."""
-        for name in {tensor.dtype: name for name, tensor in self._layout.items()}.values():
-            bits = self._tensors.read(name, 0, 1).copy()
-            here = torch.zeros(len(bits), dtype=torch.int64).numpy()
-            indices = here.astype(self._layout[name].index_type)
-            self._tensors.gather(name, indices)
-            scatter(self._tensors, [SparsePatch(name=name, indices=indices, values=bits)])
