@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -123,3 +125,15 @@ async def test_the_mcp_client_lists_and_calls_the_tools_of_a_session(serve_envir
             with pytest.raises(RuntimeError, match="did you mean 'guess'"):
                 await client.call_tool("gues", guess="crane")
         assert len(running.environment.sessions) == 0
+
+
+async def test_openenvs_own_validator_passes_the_running_service(serve_environment) -> None:
+    async with serve_environment() as running:
+        validator = await asyncio.create_subprocess_exec(
+            str(Path(sys.executable).parent / "openenv"),
+            *("validate", "--url", running.url),
+            stdout=asyncio.subprocess.PIPE,
+        )
+        said, _ = await asyncio.wait_for(validator.communicate(), 120)
+        assert b"Verdict: PASS" in said
+        assert validator.returncode == 0

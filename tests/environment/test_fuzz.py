@@ -1,0 +1,59 @@
+"""Whatever is sent to any route of the OpenAPI document, the service answers for itself: no 5xx."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from deltawire_environment.app import Environment, create_app
+from deltawire_environment.settings import EnvironmentSettings
+from deltawire_environment.ws import SESSION_HEADER
+
+NOT_IMPLEMENTED = 501
+"""OpenEnv's own answer for tasks of a world that lists none."""
+
+names = st.sampled_from(
+    "seed split index environment action message guess episodes messages start stop task row "
+    "jsonrpc method params id request_id arguments".split()
+)
+words = st.sampled_from(
+    ["guess", "train", "eval", "2.0", "tools/call", "tools/list", "[crane]", ""]
+)
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | words
+    | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=5),
+    max_leaves=10,
+)
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    environment = Environment(
+        EnvironmentSettings(worlds=["guess", "letters"], max_sessions=10_000), None
+    )
+    with TestClient(create_app(environment), raise_server_exceptions=False) as http:
+        yield http
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_no_request_makes_the_service_fail(client: TestClient, data: st.DataObject) -> None:
+    routes = client.get("/openapi.json").json()["paths"]
+    path = data.draw(st.sampled_from(sorted(routes)))
+    method = data.draw(st.sampled_from(sorted(routes[path])))
+    url = path.replace("{env_name}", data.draw(st.sampled_from(["guess", "letters", "none"])))
+    headers = data.draw(st.sampled_from([{}, {SESSION_HEADER: "new"}, {SESSION_HEADER: "x"}]))
+    body = data.draw(plain) if method == "post" else None
+    answer = client.request(method.upper(), url, json=body, headers=headers)
+    assert answer.status_code < 500 or answer.status_code == NOT_IMPLEMENTED, (
+        url,
+        body,
+        answer.text,
+    )
