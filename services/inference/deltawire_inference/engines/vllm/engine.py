@@ -40,7 +40,7 @@ from deltawire_inference.engines.base import (
 from deltawire_inference.engines.rate import TokenRate
 from deltawire_inference.engines.route import Objects
 from deltawire_inference.engines.vllm.adapters import Adapters
-from deltawire_inference.engines.vllm.checkpoint import write_checkpoint
+from deltawire_inference.engines.vllm.checkpoint import WEIGHTS, write_checkpoint
 from deltawire_inference.engines.vllm.child import VllmChild
 from deltawire_inference.engines.vllm.client import PauseMode, VllmClient, WorkerCalls
 from deltawire_inference.engines.vllm.options import (
@@ -124,7 +124,12 @@ class VllmEngine:
         client = VllmClient(self._workspace.socket)
         try:
             self._running = await self._run_child(
-                client, checkpoint, manifest=manifest, version=version, digest=digest
+                client,
+                checkpoint,
+                model_dir=model_dir,
+                manifest=manifest,
+                version=version,
+                digest=digest,
             )
         except BaseException:
             await client.close()
@@ -240,6 +245,7 @@ class VllmEngine:
         client: VllmClient,
         checkpoint: Path,
         *,
+        model_dir: Path,
         manifest: RunManifest,
         version: PolicyVersion,
         digest: Digest,
@@ -255,6 +261,7 @@ class VllmEngine:
         start_s = await self._child.start(command, environment, client, timeout_s=timeout_s)
         pattern = str(self._workspace.memory / "map-{rank}.safetensors")
         learned = await client.call_workers("deltawire_learn", str(checkpoint), pattern)
+        (checkpoint / WEIGHTS).unlink()  # loaded and compared; what is live is in the workers
         calls = WorkerCalls(
             self._workspace.socket,
             self._workspace.memory,
@@ -268,7 +275,7 @@ class VllmEngine:
             extra={"version": version, "start_s": round(start_s, 1), "ranks": learned},
         )
         stager = Stager(
-            calls, maps, manifest=manifest, model_dir=checkpoint, disk=self._workspace.disk
+            calls, maps, manifest=manifest, model_dir=model_dir, disk=self._workspace.disk
         )
         return _Running(
             client=client,
