@@ -1,7 +1,7 @@
 """How time and bytes grow with the model and with the density of a delta. Synthetic weights.
 
 Writes bench/results/growth.json: rows of elements, density, and seconds of each stage on one
-thread, with the seed's detection beside ours where its copies fit.
+thread, with the seed's detection and a read-only pass beside ours.
 """
 
 import gc
@@ -13,6 +13,7 @@ import torch
 
 from bench import seed_method
 from bench.deltas import FlatWeights, Step, synthetic_step
+from bench.speed import read
 from bench.timing import best_seconds
 from deltawire.codec.apply import LiveTensors, scatter
 from deltawire.codec.decode import decode_delta
@@ -42,7 +43,7 @@ def main(results: Path) -> None:
 def _row(step: Step) -> Row:
     layout, patches = step.base.layout, step.patches()
     before = step.base.named_tensors(torch.bfloat16)
-    shadow = Shadow(layout, {name: bits.copy() for name, bits in step.base.named_bits()})
+    shadow = Shadow.of(before, layout)
     after = FlatWeights(layout, step.base.flat.copy())
     after.flat[step.indices] = step.values
     tensors = after.named_tensors(torch.bfloat16)
@@ -58,6 +59,7 @@ def _row(step: Step) -> Row:
         size = encode()
         times = best_seconds(
             {
+                "read_s": lambda: read(after.flat, step.base.flat),
                 "diff_s": lambda: shadow.diff(tensors),
                 "encode_s": encode,
                 "decode_s": lambda: decode_delta(path, layout, step.base),

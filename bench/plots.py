@@ -43,7 +43,7 @@ def _bits(rows: list[dict[str, Any]], path: Path) -> None:
 
 
 def _speed(tables: dict[str, Any], path: Path) -> None:
-    shown = [key for key in ("diff bf16", "diff fp32", "apply 1B") if key in tables]
+    shown = [key for key in tables if key.startswith("diff")]
     figure, axes = plt.subplots(len(shown), 1, figsize=(8, 2.1 * len(shown)))
     for axis, key in zip(axes, shown, strict=True):
         names = list(tables[key])
@@ -55,7 +55,7 @@ def _speed(tables: dict[str, Any], path: Path) -> None:
 
 def _growth(rows: list[dict[str, Any]], path: Path) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 4))
-    stages = ("diff_s", "encode_s", "decode_s", "apply_s", "seed_diff_s")
+    stages = ("read_s", "diff_s", "encode_s", "decode_s", "apply_s", "seed_diff_s")
     for axis, key, fixed in ((axes[0], "elements", "density"), (axes[1], "density", "elements")):
         common = max((row[fixed] for row in rows), key=[row[fixed] for row in rows].count)
         chosen = sorted(

@@ -1,4 +1,4 @@
-"""Diff, encode, decode, apply and digest against the seed's method and a read-only memory pass.
+"""Diff, encode, decode and digest against the seed's method and a read-only memory pass.
 
 Writes bench/results/speed.json. One thread each; contenders take turns and the least CPU time of
 each counts, so only ratios within one table mean anything.
@@ -16,11 +16,11 @@ import torch
 from numba import njit
 
 from bench import seed_method
-from bench.deltas import FlatWeights, Step, recorded_steps, synthetic_step
+from bench.deltas import FlatWeights, Step, recorded_steps
 from bench.record import RECIPES, recorded
 from bench.timing import best_seconds
 from deltawire.codec import kernels
-from deltawire.codec.apply import LiveTensors, gather, scatter
+from deltawire.codec.apply import LiveTensors
 from deltawire.codec.bits import bits_of
 from deltawire.codec.decode import decode_delta
 from deltawire.codec.diff import Shadow
@@ -28,38 +28,37 @@ from deltawire.codec.digest import digest_full
 from deltawire.codec.encode import Encoding, encode_delta
 
 Table = dict[str, dict[str, float | str]]
-APPLY_ELEMENTS, APPLY_DENSITY = 1_000_000_000, 0.006
 
 
 def main(cache: Path, results: Path) -> None:
     """Measure everything and write the file."""
     torch.set_num_threads(1)
-    step = next(islice(recorded_steps(recorded(RECIPES[-1], cache)), 5, None))
-    tables: dict[str, object] = {
-        "recording": RECIPES[-1].name,
+    tables: dict[str, object] = {}
+    for recipe in RECIPES:
+        steps = recorded_steps(recorded(recipe, cache))
+        step = next(islice(steps, recipe.steps - 1, None))
+        tables |= {
+            f"diff bf16, lr {recipe.lr:g}": shown("diff, bf16 source", diff_bf16(step)),
+            f"diff fp32, lr {recipe.lr:g}": shown("diff, fp32 master", diff_fp32(step)),
+        }
+    tables |= {
+        "recording": recipe.name,
         "elements": step.base.layout.total_elements,
         "changes": int(step.indices.size),
-        "diff bf16": _shown("diff, bf16 source", diff_bf16(step)),
-        "diff fp32": _shown("diff, fp32 master", diff_fp32(step)),
-        "codec": _shown("encode and decode", coding(step)),
-        "digest": _shown("digest", digests(step)),
-        "apply 1B": _shown("apply, 1 G elements, 0.6 %", apply_in_place()),
+        "codec": shown("encode and decode", coding(step)),
+        "digest": shown("digest", digests(step)),
     }
     results.mkdir(parents=True, exist_ok=True)
     (results / "speed.json").write_text(json.dumps(tables, indent=1) + "\n")
 
 
-def diff_bf16(step: Step, *, rounds: int = 15) -> Table:
+def diff_bf16(step: Step, *, rounds: int = 8) -> Table:
     """A bf16 model against its published bits; yardstick: reading both once."""
     after = _after(step)
     tensors = after.named_tensors(torch.bfloat16)
-    shadow = Shadow(step.base.layout, {n: b.copy() for n, b in step.base.named_bits()})
-    plain = Shadow(
-        step.base.layout,
-        {n: b.copy() for n, b in step.base.named_bits()},
-        loops=kernels.load(compiled=False),
-    )
     old = step.base.named_tensors(torch.bfloat16)
+    shadow = Shadow.of(old, step.base.layout)
+    plain = Shadow.of(old, step.base.layout, loops=kernels.load(compiled=False))
 
     def roll_back() -> None:
         shadow.rollback()
@@ -67,7 +66,7 @@ def diff_bf16(step: Step, *, rounds: int = 15) -> Table:
 
     times = best_seconds(
         {
-            "read both once": lambda: _read(after.flat, step.base.flat),
+            "read both once": lambda: read(after.flat, step.base.flat),
             "deltawire": lambda: shadow.diff(tensors),
             "deltawire, numpy only": lambda: plain.diff(tensors),
             "torch int16 compare and nonzero": lambda: _torch_compare(tensors, old),
@@ -78,15 +77,15 @@ def diff_bf16(step: Step, *, rounds: int = 15) -> Table:
         rounds=rounds,
         before=roll_back,
     )
-    return _against(times, yardstick="read both once")
+    return against(times, yardstick="read both once")
 
 
-def diff_fp32(step: Step, *, rounds: int = 9) -> Table:
+def diff_fp32(step: Step, *, rounds: int = 5) -> Table:
     """fp32 masters, rounded in passing."""
     masters = _after(step).named_tensors(torch.float32)
     old = step.base.named_tensors(torch.float32)
     flat = [bits_of(tensor) for _, tensor in masters]
-    shadow = Shadow(step.base.layout, {n: b.copy() for n, b in step.base.named_bits()})
+    shadow = Shadow.of(step.base.named_tensors(torch.bfloat16), step.base.layout)
 
     def read_all() -> None:
         for (_, kept), master in zip(step.base.named_bits(), flat, strict=True):
@@ -105,7 +104,7 @@ def diff_fp32(step: Step, *, rounds: int = 9) -> Table:
         rounds=rounds,
         before=shadow.rollback,
     )
-    return _against(times, yardstick="read both once")
+    return against(times, yardstick="read both once")
 
 
 def coding(step: Step, *, rounds: int = 9) -> Table:
@@ -144,42 +143,7 @@ def digests(step: Step, *, rounds: int = 5) -> Table:
         },
         rounds=rounds,
     )
-    return _against(times, yardstick="read all once")
-
-
-def apply_in_place(*, rounds: int = 5) -> Table:
-    """What stands inside the pause: ours is the scatter; the seed's is snapshot and reload."""
-    step = synthetic_step(APPLY_ELEMENTS, APPLY_DENSITY)
-    live = step.base.named_tensors(torch.bfloat16)
-    tensors = LiveTensors(live, step.base.layout)
-    patches = step.patches()
-    bare = [type(p)(name=p.name, indices=p.indices, values=p.values) for p in patches]
-    numbers = {name: number for number, (name, _) in enumerate(live)}
-    changes = [
-        (
-            numbers[p.name],
-            torch.from_numpy(p.indices),
-            torch.from_numpy(p.values.view(np.int16)).view(torch.bfloat16),
-        )
-        for p in patches
-    ]
-    kept = [tensor.clone() for _, tensor in live]
-    flat = [tensor.view(-1) for _, tensor in live]
-
-    def index_copy() -> None:
-        for number, indices, values in changes:
-            flat[number].index_copy_(0, indices.long(), values)
-
-    times = best_seconds(
-        {
-            "deltawire scatter": lambda: scatter(tensors, patches),
-            "deltawire gather (before the pause)": lambda: gather(tensors, bare),
-            "torch index_copy_": index_copy,
-            "seed (snapshot and reload)": lambda: seed_method.apply(live, kept, changes),
-        },
-        rounds=rounds,
-    )
-    return _against(times, yardstick="deltawire scatter")
+    return against(times, yardstick="read all once")
 
 
 def _decoding(path: Path, step: Step) -> Callable[[], object]:
@@ -202,7 +166,7 @@ def _read_words(a, b):  # type: ignore[no-untyped-def]
     return total
 
 
-def _read(a, b) -> int:  # type: ignore[no-untyped-def]
+def read(a, b) -> int:  # type: ignore[no-untyped-def]
     """Both arrays, once, as fast as one thread can."""
     return int(_read_words(_words(a), _words(b)))
 
@@ -230,14 +194,14 @@ def _torch_compare(tensors, old) -> list[torch.Tensor]:  # type: ignore[no-untyp
     ]
 
 
-def _against(times: Mapping[str, float], *, yardstick: str) -> Table:
+def against(times: Mapping[str, float], *, yardstick: str) -> Table:
     return {
         name: {"seconds": round(t, 5), "times_yardstick": round(t / times[yardstick], 3)}
         for name, t in times.items()
     }
 
 
-def _shown(title: str, table: Table) -> Table:
+def shown(title: str, table: Table) -> Table:
     print(f"\n{title}")
     for name, row in table.items():
         print("  " + f"{name:<40}" + "   ".join(f"{k} {v:.4g}" for k, v in row.items()))

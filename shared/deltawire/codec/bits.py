@@ -78,8 +78,11 @@ def flat_bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def bits_of(tensor: torch.Tensor) -> BitArray:
     """The tensor's elements as flat bit patterns. Shares memory with a contiguous CPU tensor."""
-    signed: npt.NDArray[Any] = flat_bits(tensor).cpu().numpy()
-    return signed.view(_UNSIGNED[signed.itemsize])
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        tensor = flat_bits(tensor).cpu()
+    size = tensor.element_size()
+    signed: npt.NDArray[Any] = tensor.detach().view(_SIGNED[size]).numpy()
+    return signed.reshape(-1).view(_UNSIGNED[size])
 
 
 def tensor_of(bits: BitArray, word: str, shape: tuple[int, ...] | None = None) -> torch.Tensor:

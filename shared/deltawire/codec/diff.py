@@ -33,7 +33,9 @@ NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 _Find = Callable[[BitArray, BitArray, int, IndexArray, BitArray, BitArray, int], tuple[int, int]]
 _ROOM = 1 << 19
-"""Changes that the output buffers hold at first; they grow when a diff is denser."""
+"""Changes that the output buffers hold at first; numpy's loops need 2^18 at a time."""
+_LINE_BYTES = 64
+"""Tensors of the shadow begin on cache lines."""
 _CALL_ELEMENTS = 1 << 16
 """What a tensor costs beyond its elements, in elements: dealing out to threads counts it."""
 _CAST_CHUNK = 1 << 20
@@ -61,6 +63,7 @@ class Shadow:
         self._bits = dict(bits)
         self._pending: deque[list[SparsePatch]] = deque()
         self._lock = Lock()
+        self._rooms: list[_ChangeRoom] = []
         self._on_device = on_device
         self._beside: DeviceBits | None = None
         self._loops = loops if loops is not None else kernels.load()
@@ -79,8 +82,7 @@ class Shadow:
         on_device: bool | None = None,
     ) -> "Shadow":
         """The shadow of weights as they are now: the base model, or a restored checkpoint."""
-        bits = {name: np.zeros(layout[name].numel, layout[name].bits) for name in layout}
-        shadow = cls(layout, bits, loops=loops, on_device=on_device)
+        shadow = cls(layout, _room_for(layout), loops=loops, on_device=on_device)
         for name, tensor in _chosen(named_tensors, layout):
             shadow._publish_dense(layout[name], tensor)
         return shadow
@@ -160,11 +162,13 @@ class Shadow:
             hands[least].append(name)
             held[least] += self.layout[name].numel + _CALL_ELEMENTS
 
-        def compare(names: list[str]) -> list[SparsePatch]:
-            room = _ChangeRoom()
-            return [self._diff_one(self.layout[name], tensors[name], room) for name in names]
+        def compare(hand: int) -> list[SparsePatch]:
+            room = self._rooms[hand]
+            return [self._diff_one(self.layout[n], tensors[n], room) for n in hands[hand]]
 
-        found = mapped(compare, hands, threads=threads)
+        while len(self._rooms) < threads:
+            self._rooms.append(_ChangeRoom())
+        found = mapped(compare, range(threads), threads=threads)
         return {patch.name: patch for patches in found for patch in patches}
 
     def _diff_one(
@@ -190,6 +194,21 @@ class Shadow:
         for begin in range(0, tensor.numel, _CAST_CHUNK):
             part = flat[begin : begin + _CAST_CHUNK]
             shadow[begin : begin + part.numel()] = published_bits(part, tensor.dtype)
+
+
+def _room_for(layout: Layout) -> dict[str, BitArray]:
+    """Arrays for every tensor, cut out of one allocation: large pages hold it, and the diff does
+    not wait for the address translation of many small ones."""
+    places: dict[str, int] = {}
+    end = 0
+    for tensor in layout.values():
+        places[tensor.name] = end
+        end += -(-tensor.nbytes // _LINE_BYTES) * _LINE_BYTES
+    memory = np.empty(end, np.uint8)
+    return {
+        tensor.name: memory[places[tensor.name] :][: tensor.nbytes].view(tensor.bits)
+        for tensor in layout.values()
+    }
 
 
 def published_bits(source: torch.Tensor, dtype: str) -> BitArray:
@@ -222,7 +241,8 @@ def _chosen(named_tensors: NamedTensors, layout: Layout) -> Iterator[tuple[str, 
 
 
 class _ChangeRoom:
-    """Output buffers that serve one tensor after another and grow when a diff is dense."""
+    """Output buffers of one thread: they serve one tensor after another, diff after diff (fresh
+    pages would cost more than the copies out of them), and grow when a diff is dense."""
 
     def __init__(self) -> None:
         self._count = 0
