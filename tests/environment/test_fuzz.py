@@ -15,8 +15,27 @@ NOT_IMPLEMENTED = 501
 """OpenEnv's own answer for tasks of a world that lists none."""
 
 names = st.sampled_from(
-    "seed split index environment action message guess episodes messages start stop task row "
-    "jsonrpc method params id request_id arguments".split()
+    [
+        "seed",
+        "split",
+        "index",
+        "environment",
+        "action",
+        "message",
+        "guess",
+        "episodes",
+        "messages",
+        "start",
+        "stop",
+        "task",
+        "row",
+        "jsonrpc",
+        "method",
+        "params",
+        "id",
+        "request_id",
+        "arguments",
+    ]
 )
 words = st.sampled_from(
     ["guess", "train", "eval", "2.0", "tools/call", "tools/list", "[crane]", ""]
