@@ -5,6 +5,7 @@ each counts, so only ratios within one table mean anything.
 """
 
 import json
+import sys
 import zlib
 from collections.abc import Callable, Mapping
 from itertools import islice
@@ -30,26 +31,22 @@ from deltawire.codec.encode import Encoding, encode_delta
 Table = dict[str, dict[str, float | str]]
 
 
-def main(cache: Path, results: Path) -> None:
-    """Measure everything and write the file."""
+def main(cache: Path, results: Path, wanted: list[str]) -> None:
+    """Measure the wanted tables (default: all) and put them into the file."""
     torch.set_num_threads(1)
-    tables: dict[str, object] = {}
+    results.mkdir(parents=True, exist_ok=True)
+    file = results / "speed.json"
     for recipe in RECIPES:
         steps = recorded_steps(recorded(recipe, cache))
         step = next(islice(steps, recipe.steps - 1, None))
-        tables |= {
-            f"diff bf16, lr {recipe.lr:g}": shown("diff, bf16 source", diff_bf16(step)),
-            f"diff fp32, lr {recipe.lr:g}": shown("diff, fp32 master", diff_fp32(step)),
-        }
-    tables |= {
-        "recording": recipe.name,
-        "elements": step.base.layout.total_elements,
-        "changes": int(step.indices.size),
-        "codec": shown("encode and decode", coding(step)),
-        "digest": shown("digest", digests(step)),
-    }
-    results.mkdir(parents=True, exist_ok=True)
-    (results / "speed.json").write_text(json.dumps(tables, indent=1) + "\n")
+        for name, measure in TABLES.items():
+            if wanted and name not in wanted:
+                continue
+            title = f"{name}, lr {recipe.lr:g}"
+            table = shown(f"{title}: {step.indices.size} changes", measure(step))
+            tables = json.loads(file.read_text()) if file.exists() else {}
+            tables[title] = table
+            file.write_text(json.dumps(tables, indent=1) + "\n")
 
 
 def diff_bf16(step: Step, *, rounds: int = 8) -> Table:
@@ -208,5 +205,13 @@ def shown(title: str, table: Table) -> Table:
     return table
 
 
+TABLES: dict[str, Callable[[Step], Table]] = {
+    "diff bf16": diff_bf16,
+    "diff fp32": diff_fp32,
+    "codec": coding,
+    "digest": digests,
+}
+
+
 if __name__ == "__main__":
-    main(Path(".cache/bench"), Path("bench/results"))
+    main(Path(".cache/bench"), Path("bench/results"), sys.argv[1:])
