@@ -38,7 +38,7 @@ def _bits(rows: list[dict[str, Any]], path: Path) -> None:
         )
         axis.set_yticks([8, 12, 16, 24, 32, 48], [8, 12, 16, 24, 32, 48])
         axis.minorticks_off()
-    axes[-1].legend(fontsize=8)
+    axes[-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1.02, 0.5))
     _save(figure, path)
 
 
