@@ -184,6 +184,7 @@ def _summary(*, state: str = "finished", digest: str = "abc", lost: int = 0) -> 
         _trainer(4, state=state, lost=lost),
         [_replica(0, 1, 2, 3, 4, digest=digest)],
         pauses={1: [4.0, 6.0]},
+        show=["valid", "distinct_words", "unheard_of"],
         seconds=60.0,
         restarts={},
         paths={"logs": "/l"},

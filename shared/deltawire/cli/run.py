@@ -185,6 +185,7 @@ def _summarise(
         seen.trainer,
         [seen.replicas[name] for name in sorted(seen.replicas)],
         pauses=seen.pauses_ms(),
+        show=plan.spec.show,
         seconds=seconds,
         restarts=restarts,
         paths={

@@ -1,8 +1,8 @@
 """What a run was: summary.json, the closing table, and the reward curve."""
 
 import json
+import math
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
@@ -59,6 +59,8 @@ class RunSummary(WireModel):
     replicas: list[ReplicaSummary]
     groups: GroupCounts
     seconds: float
+    show: list[str] = Field(default_factory=list)
+    """Metrics that the job shows beside the reward."""
     restarts: dict[str, int] = Field(default_factory=dict)
     paths: dict[str, str] = Field(default_factory=dict)
 
@@ -75,6 +77,7 @@ def summarise(
     replicas: list[ReplicaStatus],
     *,
     pauses: dict[int, list[float]],
+    show: list[str],
     seconds: float,
     restarts: dict[str, int],
     paths: dict[str, str],
@@ -91,6 +94,7 @@ def summarise(
         replicas=[_replica(status) for status in replicas],
         groups=trainer.groups,
         seconds=seconds,
+        show=show,
         restarts=restarts,
         paths=paths,
     )
@@ -155,16 +159,14 @@ def draw_reward(summary: RunSummary, path: Path) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[2, 1])
     steps = [step.step for step in summary.steps]
     top.plot(steps, [step.reward for step in summary.steps], label="reward", linewidth=2)
-    for name in sorted({name for step in summary.steps for name in step.metrics}):
-        top.plot(steps, _series(summary, name), label=name, linewidth=1, alpha=0.6)
+    for name in summary.show:
+        values = [step.metrics.get(name, math.nan) for step in summary.steps]
+        if max((v for v in values if not math.isnan(v)), default=0.0) <= 1.0:
+            top.plot(steps, values, label=name, linewidth=1, alpha=0.7)
     top.set_title(f"{summary.job} · {summary.model}")
     top.legend(loc="upper left", fontsize=8)
     top.grid(alpha=0.3)
     bottom.bar(steps, [100 * (step.density or 0.0) for step in summary.steps], color="tab:gray")
-    bottom.set_ylabel("changed weights, %")
+    bottom.set_ylabel("changed, %")
     bottom.set_xlabel("step")
     figure.savefig(path, dpi=110)
-
-
-def _series(summary: RunSummary, name: str) -> list[Any]:
-    return [step.metrics.get(name) for step in summary.steps]
