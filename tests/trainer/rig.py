@@ -59,15 +59,12 @@ def make_settings(tmp_path: Path, **options: object) -> TrainerSettings:
 
 @asynccontextmanager
 async def playing(*players: Player) -> AsyncIterator[None]:
-    tasks = [asyncio.create_task(player.run()) for player in players]
-    try:
+    """Players at work; one that fails fails the test."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(player.run()) for player in players]
         yield
-    finally:
         for task in tasks:
             task.cancel()
-        for task in tasks:
-            with suppress(asyncio.CancelledError):
-                await task
 
 
 def make_trainer(settings: TrainerSettings, job: JobSpec) -> Trainer:

@@ -62,9 +62,9 @@ def step_record(
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Means of what the environment measured, and of the reward's parts as `reward/<part>`."""
-    parts = [{f"reward/{k}": v for k, v in r.reward_parts.items()} for r in rollouts]
-    means = {**_means(r.metrics for r in rollouts), **_means(parts)}
+    """Means of the reward's parts and of what the environment measured, by name."""
+    parts = _means(rollout.reward_parts for rollout in rollouts)
+    means = {**parts, **_means(rollout.metrics for rollout in rollouts)}
     means["truncated"] = fmean(float(r.status == "truncated") for r in rollouts)
     return means
 
@@ -80,7 +80,7 @@ def _means(rows: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def distinct_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """How many different values each fact has: `distinct/words` tells a collapse from learning.
+    """How many different values each fact has: `distinct_words` tells a collapse from learning.
 
     Counts the strings under each name of `info`, single or in lists, and the completions.
     """
@@ -89,10 +89,10 @@ def distinct_facts(rollouts: Sequence[Rollout]) -> dict[str, float]:
         for name, fact in rollout.info.items():
             texts = fact if isinstance(fact, list) else [fact]
             seen.setdefault(name, set()).update(t for t in texts if isinstance(t, str))
-    counts = {f"distinct/{name}": float(len(texts)) for name, texts in seen.items() if texts}
+    counts = {f"distinct_{name}": float(len(texts)) for name, texts in seen.items() if texts}
     completions = {
         tuple(t for t, m in zip(s.token_ids, s.loss_mask, strict=True) if m)
         for rollout in rollouts
         for s in rollout.sequences
     }
-    return {**counts, "distinct/completions": float(len(completions))}
+    return {**counts, "distinct_completions": float(len(completions))}

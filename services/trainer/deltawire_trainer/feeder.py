@@ -69,13 +69,15 @@ class Feeder:
         self._position: Position | None = None
         self._taken = 0
         self._unsent: list[Ticket] = []
+        self._caught_up = False
+        self._halted = False
         self._arrived = asyncio.Event()
 
     async def run(self) -> None:
-        """Issue and read until cancelled."""
-        self._unsent = self._orders(self._lost_in_a_crash(), ahead=0)
-        while True:
+        """Issue and read until halted."""
+        while not self._halted:
             try:
+                await self._catch_up()
                 await self._issue()
                 if await self.intake.read(timeout_s=_READ_S):
                     self._arrived.set()
@@ -85,6 +87,10 @@ class Feeder:
                     log.warning("streams away", extra={"reason": str(error)})
                 self.away = True
                 await asyncio.sleep(_AWAY_S)
+
+    def halt(self) -> None:
+        """End `run` soon: also where a client swallows the cancellation of its call."""
+        self._halted = True
 
     def stand_at(self, position: Position, *, taken: int = 0) -> None:
         """Training moved on. `taken` groups are in the step in flight, not yet on the ledger."""
@@ -120,6 +126,8 @@ class Feeder:
 
     async def wind_up(self) -> None:
         """End of the run: withdraw what is open, and give what is left its end."""
+        await self._catch_up()
+        await self._send()
         for group_id in await self._streams.cancel_open():
             if self._ledger.fate(group_id) == "open":
                 self._journal.append(Dropped(group_id=group_id, reason=END_OF_RUN))
@@ -130,11 +138,13 @@ class Feeder:
 
     async def _issue(self) -> None:
         """Fill up to the staleness bound."""
+        await self._send()
+        buried = await self._buried()
+        # From here to the journal without an await: position and ledger must be of one moment.
         position, spec = self._position, self._job.train
         if position is None or self.paused:
             return
-        await self._send()
-        self._ledger.bury(await self._buried())
+        self._ledger.bury(buried)
         ahead = self._ledger.open - self._taken
         count = room(
             open_groups=ahead,
@@ -170,11 +180,15 @@ class Feeder:
             for index, number in enumerate(numbers)
         ]
 
-    def _lost_in_a_crash(self) -> list[int]:
-        """Numbers in the journal whose tickets may never have reached the streams. Issuing a
-        ticket again adds nothing when it did."""
+    async def _catch_up(self) -> None:
+        """Once: issue what the journal of an earlier process has open. Its tickets may never have
+        reached the streams; issuing them again adds nothing when they did."""
+        if self._caught_up:
+            return
         still_open = set(self._ledger.open_ids())
-        return [n for n in range(self._next_ticket) if self._book.train_id(n) in still_open]
+        numbers = [n for n in range(self._next_ticket) if self._book.train_id(n) in still_open]
+        await self._streams.issue(self._orders(numbers, ahead=0))
+        self._caught_up = True
 
     def _oldest_start(self, position: Position, ahead: int) -> int:
         return oldest_start(

@@ -326,7 +326,7 @@ class TrainingLoop:
 
     async def _finish(self, feeding: asyncio.Task[None]) -> None:
         """Last version committed, every ticket accounted for, final anchor, replicas told."""
-        feeding.cancel()
+        await self._end_feeding(feeding)
         async with self._weights:
             await self._publish_last()
             await self._when_streams_answer(self.feeder.wind_up)
@@ -364,13 +364,17 @@ class TrainingLoop:
         """Leave nothing running: what was on its way to the bucket or the disk arrives."""
         self._run.learner.interrupt.set()
         self._compute_thread.shutdown(wait=False, cancel_futures=True)
-        tasks = [self.publishing.task, self._checkpointing.task]
         if feeding is not None:
-            feeding.cancel()
-            tasks.append(feeding)
+            await self._end_feeding(feeding)
+        tasks = (self.publishing.task, self._checkpointing.task)
         left = {task for task in tasks if task is not None}
         if left:
             await asyncio.wait(left)
+
+    async def _end_feeding(self, feeding: asyncio.Task[None]) -> None:
+        self.feeder.halt()
+        feeding.cancel()
+        await asyncio.wait({feeding})
 
     # -- small things -----------------------------------------------------------------------------
 
