@@ -1,5 +1,6 @@
 """Whatever is sent to any route of the OpenAPI document, the service answers for itself: no 5xx."""
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -41,12 +42,7 @@ words = st.sampled_from(
     ["guess", "train", "eval", "2.0", "tools/call", "tools/list", "[crane]", ""]
 )
 plain = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats(allow_nan=False)
-    | words
-    | st.text(max_size=9),
+    st.none() | st.booleans() | st.integers() | st.floats() | words | st.text(max_size=9),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=5),
     max_leaves=10,
 )
@@ -70,7 +66,13 @@ def test_no_request_makes_the_service_fail(client: TestClient, data: st.DataObje
     url = path.replace("{env_name}", data.draw(st.sampled_from(["guess", "letters", "none"])))
     headers = data.draw(st.sampled_from([{}, {SESSION_HEADER: "new"}, {SESSION_HEADER: "x"}]))
     body = data.draw(plain) if method == "post" else None
-    answer = client.request(method.upper(), url, json=body, headers=headers)
+    content = json.dumps(body) if method == "post" else None  # NaN and Infinity among them
+    answer = client.request(
+        method.upper(),
+        url,
+        content=content,
+        headers={"Content-Type": "application/json", **headers},
+    )
     assert answer.status_code < 500 or answer.status_code == NOT_IMPLEMENTED, (
         url,
         body,
