@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from deltawire.protocol.errors import (
     Fenced,
@@ -77,6 +78,28 @@ def test_a_delta_larger_than_an_anchor_becomes_an_anchor(
     assert published.record.kind == "anchor"
     assert replica.catch_up() == 1
     assert replica.bits() == expected_bits(trainer)
+
+
+def test_a_delta_larger_than_a_packed_anchor_becomes_one_too(open_publisher: OpenPublisher) -> None:
+    """Exponents pack well: here a packed anchor is a third smaller than the dense weights."""
+    weight = torch.randn(256, 256)
+    model = _Weight(weight)
+    publisher = open_publisher(model, encoding="seed")
+    weight[:70] += 1.0
+    published = publisher.publish(model.named())
+
+    assert published.record.full_bytes > 6 * published.record.changed > published.link.bytes
+    assert published.link.kind is ObjectKind.ANCHOR
+
+
+class _Weight:
+    """A model of one tensor."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight = weight
+
+    def named(self) -> list[tuple[str, torch.Tensor]]:
+        return [("weight", self._weight)]
 
 
 def test_upload_comes_before_commit_and_nothing_is_visible_between(
@@ -320,7 +343,6 @@ def test_after_a_take_over_the_former_trainer_publishes_nothing(
 
 def test_objects_that_a_dead_trainer_left_under_our_epoch_are_passed_by(
     trainer: Any,
-    other_trainer: Any,
     open_publisher: OpenPublisher,
     store: Any,
     replica: Any,
@@ -336,12 +358,12 @@ def test_objects_that_a_dead_trainer_left_under_our_epoch_are_passed_by(
     dead.close()
     assert store.stat("run/deltas/step_000001.2.safetensors") is not None
 
-    successor = open_publisher(other_trainer, owner="another", take_over=True)
-    published = successor.publish(other_trainer.named())
+    successor = open_publisher(trainer, owner="another", take_over=True)
+    published = successor.publish(trainer.named())
 
     assert published.link.key.endswith("step_000001.3.safetensors")
     assert replica.catch_up() == 1
-    assert replica.bits() == expected_bits(other_trainer)
+    assert replica.bits() == expected_bits(trainer)
 
 
 def test_a_trainer_with_another_model_is_refused_before_it_fences_anybody(

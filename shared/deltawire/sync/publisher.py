@@ -295,7 +295,8 @@ class Publisher:
         path = folder / "delta.safetensors"
         report = self._encode(pending, path, new_digest)
         encoded = time.perf_counter()
-        bits = self._bits.snapshot() if report.larger_than_anchor else None
+        too_large = report.larger_than_anchor or report.bytes >= self._anchor_bytes()
+        bits = self._bits.snapshot() if too_large else None
         if bits is not None:
             link = self._background.upload_anchor(pending.version, bits, new_digest)
         else:
@@ -307,6 +308,11 @@ class Publisher:
         upload_s = time.perf_counter() - encoded
         self._link_bytes_per_s = link.bytes / max(upload_s, 1e-9)
         return link, new_digest, encoded - begun, upload_s
+
+    def _anchor_bytes(self) -> int:
+        """What an anchor weighs, packed or not: the last one's size."""
+        anchors = (link for link in self.head.links if link.kind is ObjectKind.ANCHOR)
+        return max(anchors, key=lambda link: link.version).bytes
 
     def _encode(self, pending: PendingDelta, path: Path, new_digest: Digest) -> EncodeReport:
         header = ObjectHeader(
