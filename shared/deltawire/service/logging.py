@@ -83,5 +83,5 @@ def configure_logging(*, service: str, level: str, style: str) -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(TextFormatter(service) if text else JsonFormatter(service))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for noisy in ("httpx", "httpcore", "uvicorn", "websockets", "urllib3", "botocore"):
+    for noisy in ("httpx", "httpx2", "httpcore", "uvicorn", "websockets", "urllib3", "botocore"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
