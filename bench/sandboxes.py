@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from deltawire.service.metrics import Metrics
 from deltawire_environment.sandbox.pool import Program, SandboxPool
 
 RESULTS = Path(__file__).parent / "results" / "sandboxes.json"
@@ -22,7 +21,7 @@ ACTION_S = 1.0
 
 async def measure(programs: int, sandboxes: int) -> dict[str, object]:
     """Run them all; how long against the ideal."""
-    pool = SandboxPool(limit=sandboxes, metrics=Metrics("bench"))
+    pool = SandboxPool(limit=sandboxes)
     action = Program(code=f"import time\ntime.sleep({ACTION_S})", wall_s=60.0)
     for _ in range(sandboxes):
         await pool.expect()

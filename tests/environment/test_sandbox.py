@@ -6,7 +6,6 @@ import os
 import psutil
 import pytest
 
-from deltawire.service.metrics import Metrics
 from deltawire_environment.sandbox import seccomp
 from deltawire_environment.sandbox.pool import Call, Program, SandboxPool
 
@@ -22,7 +21,7 @@ TRIPLE = Program(
 @pytest.fixture(params=MODES)
 async def sandboxes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("DELTAWIRE_TEST_SECRET", hostile.SECRET_MARK)
-    pool = SandboxPool(limit=4, metrics=Metrics("test"), mode=request.param, cpu_s=1)
+    pool = SandboxPool(limit=4, mode=request.param, cpu_s=1)
     yield pool
     pool.close()
 

@@ -12,6 +12,7 @@ from deltawire.job.registry import installed_worlds, make_world
 from deltawire.job.world import Episode, Reply, World
 from deltawire.protocol.errors import JobError
 from deltawire.protocol.rollouts import Task
+from deltawire.service.metrics import Metrics
 from deltawire_environment.worlds.arithmetic import result_of
 from deltawire_environment.worlds.code import CodeConfig, CodeWorld, code_in
 from deltawire_environment.worlds.problems import equal, make_problem
@@ -225,6 +226,15 @@ async def test_a_program_cannot_score_by_writing_results_itself(code_world: Code
     cheat = "import os\nos.write(3, b'{\"value\": true}\\n' * 50)\nos._exit(0)"
     reply = await play(code_world, cheat, cheat, seed=3)
     assert reply.metrics["passed"] < 1.0
+
+
+async def test_programs_are_counted_where_the_service_counts(code_world: CodeWorld) -> None:
+    metrics = Metrics("test")
+    code_world.use_meter(metrics)
+    await play(code_world, SOLUTIONS)
+    text = metrics.render().decode()
+    assert 'sandbox_programs_total{status="ok"} 1.0' in text
+    assert "sandbox_wait_seconds_count 1.0" in text
 
 
 def test_code_is_taken_from_the_last_block_or_the_whole_message() -> None:

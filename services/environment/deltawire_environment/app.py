@@ -42,6 +42,8 @@ class Environment:
             metrics=self.metrics,
             step_timeout_s=settings.step_timeout_s,
         )
+        for world in self.episodes.worlds.values():
+            world.use_meter(self.metrics)
         self.sessions = Sessions(
             limit=settings.max_sessions,
             idle_s=settings.idle_s,

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, JsonValue
 
@@ -104,6 +104,13 @@ class Tool:
     """JSON schema of the arguments."""
 
 
+class Meter(Protocol):
+    """Where a world may count and time things; the service's metrics are one."""
+
+    def count(self, name: str, amount: float = 1.0, **labels: str) -> None: ...
+    def observe(self, name: str, seconds: float) -> None: ...
+
+
 class Episode(ABC):
     """One game: its state, and nothing another game can see."""
 
@@ -168,6 +175,9 @@ class World(ABC):
     def task(self, split: str, index: int) -> dict[str, JsonValue]:
         """One task as listed to clients; without its answer."""
         return {"split": split, "index": index, "seed": index}
+
+    def use_meter(self, meter: Meter) -> None:  # noqa: B027 - most measure nothing
+        """Count and time with this one from now on."""
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
         """Give back what the world holds, at the end of the service."""

@@ -11,6 +11,7 @@ import json
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -18,8 +19,8 @@ from typing import Literal
 
 from pydantic import JsonValue
 
+from deltawire.job.world import Meter
 from deltawire.protocol.errors import EpisodeFailed, SettingsError
-from deltawire.service.metrics import Metrics
 from deltawire_environment.sandbox import seccomp
 from deltawire_environment.sandbox.child import UNCONFINED
 from deltawire_environment.sandbox.forks import Child, Forks
@@ -74,7 +75,6 @@ class SandboxPool:
         self,
         *,
         limit: int,
-        metrics: Metrics,
         mode: Mode = "private",
         memory_bytes: int = 128 * 1024 * 1024,
         cpu_s: int = 4,
@@ -83,7 +83,9 @@ class SandboxPool:
         if not sys.platform.startswith("linux") or not seccomp.supported():
             raise SettingsError("the code world needs Linux on x86_64 or aarch64")
         self.limit = limit
-        self._metrics, self._mode = metrics, mode
+        self.meter: Meter | None = None
+        """Told how long programs waited for a sandbox and ran, and how they ended."""
+        self._mode = mode
         self._memory_bytes, self._cpu_s = memory_bytes, cpu_s
         self._free = asyncio.Semaphore(limit)
         self._episodes = 0
@@ -115,20 +117,23 @@ class SandboxPool:
         body = program.encoded()
         if len(body) > _PROGRAM_BYTES:
             return Outcome(status="crashed", output=f"longer than {_PROGRAM_BYTES} bytes")
-        with self._metrics.span("sandbox_wait"):
-            await self._free.acquire()
+        asked = time.perf_counter()
+        await self._free.acquire()
         try:
             forks, child = await self._take()
             self._fill(forks)  # the next one gets ready while this one runs
+            given = time.perf_counter()
             try:
-                with self._metrics.span("sandbox_run"):
-                    outcome = await self._run_in(forks, child, body, program.wall_s)
+                outcome = await self._run_in(forks, child, body, program.wall_s)
             finally:
                 forks.kill(child)
                 child.close()
         finally:
             self._free.release()
-        self._metrics.count("sandbox_programs_total", status=outcome.status)
+        if self.meter is not None:
+            self.meter.observe("sandbox_wait", given - asked)
+            self.meter.observe("sandbox_run", time.perf_counter() - given)
+            self.meter.count("sandbox_programs_total", status=outcome.status)
         return outcome
 
     def close(self) -> None:

@@ -7,10 +7,9 @@ from pydantic import Field, JsonValue
 
 from deltawire.job.rows import Row
 from deltawire.job.transcript import Message
-from deltawire.job.world import Action, Episode, Reply, World, WorldConfig, message_of
+from deltawire.job.world import Action, Episode, Meter, Reply, World, WorldConfig, message_of
 from deltawire.protocol.errors import JobError
 from deltawire.protocol.rollouts import Task
-from deltawire.service.metrics import Metrics
 from deltawire_environment.sandbox.pool import Mode, Outcome, Program, SandboxPool
 from deltawire_environment.worlds.problems import Problem, Test, equal, make_problem
 
@@ -43,12 +42,11 @@ class CodeWorld(World):
     description = "Write a Python function; hidden tests score it."
     Config = CodeConfig
 
-    def __init__(self, config: CodeConfig, metrics: Metrics | None = None) -> None:
+    def __init__(self, config: CodeConfig) -> None:
         self.config = config
         self.max_turns = config.max_turns
         self.sandboxes = SandboxPool(
             limit=config.sandboxes,
-            metrics=metrics or Metrics("code"),
             mode=config.files,
             memory_bytes=config.memory_bytes,
             cpu_s=config.cpu_s,
@@ -63,6 +61,9 @@ class CodeWorld(World):
         chat = [Message(role="system", content=self.config.system)] if self.config.system else []
         chat.append(Message(role="user", content=problem.text))
         return _Attempt(self.config, self.sandboxes, problem), Reply(chat=chat)
+
+    def use_meter(self, meter: Meter) -> None:
+        self.sandboxes.meter = meter
 
     def close(self) -> None:
         self.sandboxes.close()
