@@ -30,7 +30,7 @@ class EventHub:
 
     async def stream(self) -> AsyncIterator[str]:
         """Text of an SSE response, for as long as the listener stays."""
-        with self._listening() as queue:
+        with self.listening() as queue:
             yield ": listening\n\n"
             while True:
                 try:
@@ -39,7 +39,8 @@ class EventHub:
                     yield ": still here\n\n"
 
     @contextmanager
-    def _listening(self) -> Iterator[asyncio.Queue[str]]:
+    def listening(self) -> Iterator[asyncio.Queue[str]]:
+        """A queue of messages for as long as the block lasts."""
         queue: asyncio.Queue[str] = asyncio.Queue(_BACKLOG)
         self._listeners.add(queue)
         try:
