@@ -136,6 +136,9 @@ def test_a_class_without_its_methods_is_refused(kind: type, said: str) -> None:
 def test_an_argument_the_class_does_not_take_is_refused() -> None:
     with pytest.raises(JobError, match="did you mean 'greeting'"):
         resolve(Job(name="any", env=Env(Plain, greting="Yo")))
+    for world in (Plain, "letters"):
+        with pytest.raises(JobError, match="did you mean 'max_turns'"):
+            resolve(Job(name="any", env=Env(world, max_turn=3)))
 
 
 class Counter:

@@ -22,7 +22,7 @@ from deltawire.job.dataset import as_messages
 from deltawire.job.rows import Row, Rows
 from deltawire.job.suggestion import unknown
 from deltawire.job.transcript import Message
-from deltawire.job.world import Action, Episode, Reply, World, message_of
+from deltawire.job.world import ENV_NAMES, Action, Episode, Reply, World, message_of
 from deltawire.protocol.errors import JobError
 from deltawire.protocol.rollouts import Task
 
@@ -56,7 +56,8 @@ class UserWorld(World):
         takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
         for argument in self.config:
             if argument not in parameters and not takes_any:
-                raise JobError(unknown(f"argument of {kind.__name__}", argument, parameters))
+                known = [*parameters, *ENV_NAMES]
+                raise JobError(unknown(f"argument of {kind.__name__}", argument, known))
 
     def _check_methods(self) -> None:
         for method in ("reset", "step"):

@@ -14,7 +14,7 @@ from deltawire.job.job import WorldLike
 from deltawire.job.rows import Rows
 from deltawire.job.suggestion import nearest, unknown
 from deltawire.job.toolset import ToolsetWorld, is_toolset
-from deltawire.job.world import World, WorldConfig
+from deltawire.job.world import ENV_NAMES, World, WorldConfig
 from deltawire.protocol.errors import JobError
 
 WORLD_GROUP = "deltawire.worlds"
@@ -92,7 +92,7 @@ def _explain(world: type[World], error: ValidationError) -> str:
     for item in error.errors(include_url=False):
         where = ".".join(str(part) for part in item["loc"])
         if item["type"] == "extra_forbidden":
-            guess = nearest(where, world.Config.model_fields)
+            guess = nearest(where, [*world.Config.model_fields, *ENV_NAMES])
             hint = f"; did you mean {guess!r}?" if guess else ""
             lines.append(f"the world {name!r} takes no argument {where!r}{hint}")
         else:

@@ -20,6 +20,10 @@ Action = Mapping[str, JsonValue]
 """What the policy did. `{"message": text}` unless the world's schema says otherwise."""
 
 
+ENV_NAMES = ("max_turns", "max_tokens", "sessions", "dataset")
+"""What Env itself takes; every other keyword is an argument of the world."""
+
+
 class BadAction(ValueError):
     """The action makes no sense in this world: the client's fault, not the world's."""
 
