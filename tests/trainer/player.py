@@ -24,7 +24,7 @@ LENGTH = 4
 
 
 class Player:
-    """Plays tickets until cancelled."""
+    """Plays tickets until stopped."""
 
     def __init__(
         self, store: Store, streams: ProducerStreams, *, run_id: str, folder: Path, name: str = "p"
@@ -34,13 +34,14 @@ class Player:
         self.version = -1
         self.digest = ""
         self.played: list[str] = []
+        self.stopped = False
         self.starts: list[tuple[int, int]] = []
         """(min_version of the ticket, version played with)"""
         self._generator = torch.Generator().manual_seed(1)
         self._numbers = itertools.count()
 
     async def run(self) -> None:
-        while True:
+        while not self.stopped:
             await self._follow()
             await self._register()
             lease = await self.streams.claim(self.name, timeout_s=0.05)
@@ -49,7 +50,7 @@ class Player:
 
     async def _play(self, lease: Lease) -> None:
         ticket = lease.ticket
-        while self.version < ticket.min_version:
+        while self.version < ticket.min_version and not self.stopped:
             await asyncio.sleep(0.01)
             await self._follow()
             await self._register()

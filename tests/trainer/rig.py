@@ -63,7 +63,8 @@ async def playing(*players: Player) -> AsyncIterator[None]:
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(player.run()) for player in players]
         yield
-        for task in tasks:
+        for player, task in zip(players, tasks, strict=True):
+            player.stopped = True
             task.cancel()
 
 

@@ -40,6 +40,9 @@ class Position:
     """1 while a step is being made, which the next groups come after."""
     steps_left: int
     """After the one in flight."""
+    newest_start: int | None = None
+    """Order nothing yet that must start on a newer version than this: it is to be evaluated first,
+    and producers that wait for the next version could not play the evaluation."""
 
 
 class Feeder:
@@ -152,6 +155,9 @@ class Feeder:
             depth=self._guard.allowed_depth(spec.max_staleness),
             steps_left=position.steps_left,
         )
+        if position.newest_start is not None:
+            starts = [self._oldest_start(position, ahead + index) for index in range(count)]
+            count = sum(start <= position.newest_start for start in starts)
         if not count:
             return
         numbers = range(self._next_ticket, self._next_ticket + count)

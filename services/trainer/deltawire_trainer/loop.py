@@ -76,6 +76,8 @@ class TrainingLoop:
         self._run, self._guard, self._checkpointing = run, guard, checkpointing
         self._converge_timeout_s = converge_timeout_s
         self._steps_since_sync = 0
+        self._evaluated = self.version if run.recovered.steps or run.took_over else -1
+        """No version up to this one is still to be evaluated."""
         self._stop_reason = ""
         self._unpaused = asyncio.Event()
         self._unpaused.set()
@@ -224,9 +226,9 @@ class TrainingLoop:
 
     async def _start_sync(self) -> None:
         """Take the diff, which training waits for, and leave the rest to run beside it."""
+        await self.publishing.settled()
         await self.evaluation.hold()
         self._close_evaluation()
-        await self.publishing.settled()
         publisher = self._run.publisher
         pending = await self._compute(publisher.diff, self._run.policy.working.items())
         self.version, self._steps_since_sync = int(pending.version), 0
@@ -238,6 +240,14 @@ class TrainingLoop:
             await self._open_evaluation(int(record.version))
 
         self.publishing.start(pending, committed)
+
+    @property
+    def _next_evaluation(self) -> int | None:
+        """The version whose evaluation comes next, or is open; None without evaluations."""
+        if self.job.eval is None:
+            return None
+        every = self.job.eval.every
+        return (self._evaluated // every + 1) * every
 
     async def _open_evaluation(self, version: int) -> None:
         """Order a round for this version when one is due."""
@@ -252,6 +262,7 @@ class TrainingLoop:
 
     def _close_evaluation(self) -> None:
         result = self.evaluation.close()
+        self._evaluated = self.version
         if result is not None:
             self._run.journal.append(result)
             self.events.publish("eval", result)
@@ -401,6 +412,7 @@ class TrainingLoop:
                 steps_since_sync=self._steps_since_sync,
                 in_flight=in_flight,
                 steps_left=max(0, self.job.train.steps - self.step - in_flight),
+                newest_start=self._next_evaluation,
             ),
             taken=taken,
         )

@@ -66,8 +66,12 @@ def open_run(settings: TrainerSettings, job: JobSpec, store: Store) -> OpenRun:
     held = checkpoints.restore(newest, policy=policy, optimizer=optimizer) if newest else None
     step = held.step if held else 0
     journal = Journal(settings.run_dir / "journal.jsonl")
-    recovered = recover(journal.events(), checkpoint_step=step)
-    publisher = _open_publisher(settings, job, store, policy, base)
+    try:
+        recovered = recover(journal.events(), checkpoint_step=step)
+        publisher = _open_publisher(settings, job, store, policy, base)
+    except BaseException:
+        journal.close()
+        raise
     took_over = publisher.version > 0 and not recovered.steps
     if took_over:
         step = publisher.version * job.sync.sync_every

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 _JOB_ROUTE = "/job"
 _JOB_WAIT_S = 120.0
 """How long an environment service may take to come up and give the job."""
+_END_S = 3.0
+"""Longest wait for a task to end: whoever sent SIGTERM will not wait much longer."""
 _EVAL_HOLD_S = 60.0
 """Longest a version is held back for an evaluation of the one before."""
 
@@ -199,4 +201,4 @@ def _is_final(error: RemoteError) -> bool:
 async def _end(task: asyncio.Task[None] | asyncio.Task[int]) -> None:
     """Stop a task and see it stopped; its error, if any, was dealt with where it arose."""
     task.cancel()
-    await asyncio.wait({task})
+    await asyncio.wait({task}, timeout=_END_S)
