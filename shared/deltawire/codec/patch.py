@@ -10,14 +10,14 @@ import json
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from deltawire.codec.bits import BitArray, IndexArray, bits_type, torch_type, word_of
+from deltawire.codec.bits import BitArray, IndexArray, bits_type, word_of
 from deltawire.protocol.chain import TensorSpec
 from deltawire.protocol.errors import LayoutMismatch, MalformedObject
 
@@ -78,23 +78,24 @@ class TensorLayout:
     dtype: str
     offset: int
     """Elements of all tensors before it."""
-    numel: int
+    numel: int = field(init=False)
     """Elements; 1 for a scalar."""
+    bits: np.dtype[Any] = field(init=False)
+    """The unsigned integer type of its elements."""
+    index_type: np.dtype[Any] = field(init=False)
+    """int32 where it can address every element, else int64."""
 
-    @property
-    def bits(self) -> np.dtype[Any]:
-        """The unsigned integer type of its elements."""
-        return bits_type(self.dtype)
-
-    @property
-    def index_type(self) -> np.dtype[Any]:
-        """int32 where it can address every element, else int64."""
-        return np.dtype("<i4") if self.numel <= 2**31 else np.dtype("<i8")
+    def __post_init__(self) -> None:
+        # Kept, not computed: the diff asks for them for each tensor while training waits.
+        object.__setattr__(self, "numel", math.prod(self.shape))
+        object.__setattr__(self, "bits", bits_type(self.dtype))
+        index = np.dtype("<i4") if self.numel <= 2**31 else np.dtype("<i8")
+        object.__setattr__(self, "index_type", index)
 
     @property
     def nbytes(self) -> int:
         """Size of the dense tensor."""
-        return self.numel * self.bits.itemsize
+        return self.numel * int(self.bits.itemsize)
 
 
 class Layout(Mapping[str, TensorLayout]):
@@ -111,13 +112,8 @@ class Layout(Mapping[str, TensorLayout]):
                 raise LayoutMismatch(f"{spec.name} stands twice in the layout")
             if any(side < 0 for side in spec.shape):
                 raise LayoutMismatch(f"{spec.name} has a negative side: {spec.shape}")
-            torch_type(spec.dtype)
             tensor = TensorLayout(
-                name=spec.name,
-                shape=tuple(spec.shape),
-                dtype=spec.dtype,
-                offset=offset,
-                numel=math.prod(spec.shape),
+                name=spec.name, shape=tuple(spec.shape), dtype=spec.dtype, offset=offset
             )
             self._tensors[spec.name] = tensor
             offset += tensor.numel
