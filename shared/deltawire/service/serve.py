@@ -1,6 +1,7 @@
 """Serve an app until SIGTERM or SIGINT. A taken port is one clear sentence, not a traceback."""
 
 import asyncio
+import importlib.util
 import json
 import logging
 import socket
@@ -8,7 +9,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import uvicorn
 from fastapi import FastAPI
@@ -86,11 +87,16 @@ async def serve(
         log_config=None,
         access_log=False,
         timeout_graceful_shutdown=_GRACE_S,
-        ws="websockets-sansio",
+        ws=_websocket_protocol(),
         **uvicorn_options,
     )
     server = uvicorn.Server(config) if drain is None else _DrainingServer(config, drain)
     await server.serve(sockets=[listener])
+
+
+def _websocket_protocol() -> Literal["websockets-sansio", "none"]:
+    """Only the environment has WebSocket routes; the other images carry no library for them."""
+    return "websockets-sansio" if importlib.util.find_spec("websockets") else "none"
 
 
 def run_service(main: Coroutine[Any, Any, int]) -> int:
