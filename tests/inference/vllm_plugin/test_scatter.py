@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from deltawire_inference.vllm_plugin.live import bits
-from deltawire_inference.vllm_plugin.scatter import scatter, warm_up
+from deltawire_inference.vllm_plugin.scatter import scatter
 
 DEVICES = [
     "cpu",
@@ -20,9 +20,8 @@ DEVICES = [
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
 def test_every_bit_pattern_arrives_at_its_place_and_nowhere_else(
-    device: str, dtype: torch.dtype, index: torch.dtype
+    device: str, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     width = torch.empty(0, dtype=dtype).element_size()
@@ -34,9 +33,7 @@ def test_every_bit_pattern_arrives_at_its_place_and_nowhere_else(
     expected[offsets] = bits(values.view(dtype))
     address = flat.data_ptr()
 
-    warm_up(flat, offsets.to(index).to(device), values.view(dtype).to(device))
-    assert torch.equal(bits(flat.cpu()), bits(patterns.view(dtype)))
-    scatter(flat, offsets.to(index).to(device), values.view(dtype).to(device))
+    scatter(flat, offsets.to(device), values.view(dtype).to(device))
 
     assert torch.equal(bits(flat.cpu()), expected)
     assert flat.data_ptr() == address

@@ -28,7 +28,7 @@ from deltawire_inference.vllm_plugin.checkpoint_map import CheckpointMap
 from deltawire_inference.vllm_plugin.huge_pages import use_huge_pages
 from deltawire_inference.vllm_plugin.live import LiveModel, differing, read_tensor, write_tensor
 from deltawire_inference.vllm_plugin.relayout import RULES, add_relayouts
-from deltawire_inference.vllm_plugin.scatter import scatter, warm_up
+from deltawire_inference.vllm_plugin.scatter import scatter
 from deltawire_inference.vllm_plugin.staged import (
     PatchPlan,
     Segment,
@@ -221,10 +221,9 @@ class Receiver:
         with beside_the_engine(self.live.device):
             for segment in plan.segments:
                 flat = self.live.flat(segment.target)
-                offsets = copy_to(segment.offsets, flat.device, segment.offsets.dtype)
+                offsets = copy_to(segment.offsets, flat.device, torch.int64)
                 segments.append(replace(segment, offsets=offsets, slices=()))
                 ready[segment.key] = copy_to(values[segment.key], flat.device, flat.dtype)
-                warm_up(flat, offsets, ready[segment.key])
         held = replace(plan, segments=tuple(segments))
         self._patches[key] = HeldPatch(plan=held, values=ready, ready=True)
 
