@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import os
 import platform
 import random
 import resource
@@ -164,6 +165,8 @@ async def run(seconds: float) -> dict[str, Any]:
         "what": f"groups of {GROUP_SIZE} rollouts through one Redis, append-only file on",
         "redis": version,
         "python": platform.python_version(),
+        "cores": os.cpu_count(),
+        "load_average_1m": round(os.getloadavg()[0], 1),
         "producers": PRODUCERS,
         "seconds_per_row": seconds,
         "rows": rows,
