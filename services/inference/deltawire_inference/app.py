@@ -87,7 +87,7 @@ class Inference:
         return ReplicaStatus(
             replica_id=replica.replica_id,
             run_id=self.settings.run_id,
-            url=self.settings.public_url,
+            url=self.settings.url,
             engine=self.engine.name,
             state=replica.state,
             version=self.engine.version,

@@ -1,5 +1,6 @@
 """Everything the inference service can be told, as INFERENCE_* variables."""
 
+import socket
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +29,10 @@ class InferenceSettings(ServiceSettings):
     environment_token: SecretStr | None = None
     """Token of the environment service, where it is not this one's."""
     public_url: str = ""
-    """Where others reach this replica; told to the trainer so that it can send notices."""
+    """Where others reach this replica; told to the trainer so that it can send notices. When empty:
+    the Space's address, or this machine's name in a network of containers."""
+    space_host: str = Field("", validation_alias="SPACE_HOST")
+    """Set by Hugging Face inside a Space."""
     replica_id: str = Field("", max_length=128)
     """Unique among live replicas; drawn when empty."""
     engine: Literal["torch", "vllm"] = "torch"
@@ -69,3 +73,13 @@ class InferenceSettings(ServiceSettings):
     """How long vLLM may take until it answers."""
     prefix_bytes: NonNegativeInt = 512 * 2**20
     """KV that the torch engine keeps for shared prefixes and next turns."""
+
+    @property
+    def url(self) -> str:
+        """Where notices reach this replica."""
+        if self.public_url:
+            return self.public_url
+        if self.space_host:
+            return f"https://{self.space_host}"
+        name = socket.gethostname() if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{name}:{self.port}" if self.port else ""
