@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deltawire.protocol.errors import EngineError
@@ -30,7 +30,7 @@ def expected_support(logits: torch.Tensor, sampling: Sampling) -> dict[int, floa
     total = sum(probs[i].item() for i in order)
     kept, mass = [], 0.0
     for i in order:
-        if mass >= sampling.top_p:
+        if sampling.top_p < 1.0 and mass >= sampling.top_p:
             break
         kept.append(i)
         mass += probs[i].item() / total
@@ -39,6 +39,7 @@ def expected_support(logits: torch.Tensor, sampling: Sampling) -> dict[int, floa
 
 
 @settings(max_examples=300, deadline=None)
+@example(logits=[0.0, 12.0], sampling=Sampling(temperature=0.3), uniform=0.0)
 @given(logits=logit_rows, sampling=samplings, uniform=uniforms)
 def test_a_drawn_token_has_the_logprob_of_the_narrowed_distribution(
     logits: list[float], sampling: Sampling, uniform: float
