@@ -32,7 +32,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.vllm)
-            item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.timeout(1800))
             if missing and os.environ.get("CI") != "true":
                 item.add_marker(pytest.mark.skip(reason="needs vLLM: make test-vllm"))
 

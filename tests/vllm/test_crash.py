@@ -26,7 +26,7 @@ class Service:
             port = free.getsockname()[1]
         self.run, self.state = run, folder / "state"
         self.log = folder / "service.log"
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300)
         self.environment = os.environ | CPU_ENVIRONMENT
         self.environment |= {
             "INFERENCE_PORT": str(port),
@@ -57,7 +57,7 @@ class Service:
     def stop(self) -> None:
         assert self.process is not None
         self.process.terminate()
-        self.process.wait(timeout=60)
+        self.process.wait(timeout=300)
 
     def group(self) -> list[int]:
         """Processes of vLLM's group: leash, server, engine core and workers."""
