@@ -159,6 +159,7 @@ def test_a_workspace_is_private_and_cleared_of_what_a_predecessor_left(tmp_path:
     assert list(workspace.memory.iterdir()) == []
     assert workspace.disk.stat().st_mode & 0o077 == 0
     assert workspace.memory.stat().st_mode & 0o077 == 0
-    workspace.memory.rmdir()
+    workspace.close()
+    assert not workspace.memory.exists()
     with pytest.raises(SettingsError, match="too long"):
         Workspace(tmp_path / ("x" * 120))

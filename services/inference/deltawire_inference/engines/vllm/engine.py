@@ -238,7 +238,7 @@ class VllmEngine:
             await running.client.close()
             await asyncio.to_thread(running.calls.close)
         await self._child.stop()
-        await asyncio.to_thread(self._workspace.clear)
+        await asyncio.to_thread(self._workspace.close)
 
     async def _run_child(
         self,

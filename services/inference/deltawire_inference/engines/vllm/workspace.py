@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from deltawire.protocol.errors import SettingsError
@@ -39,6 +40,12 @@ class Workspace:
                 raise SettingsError(f"{folder} belongs to another user; choose another state_dir")
             folder.chmod(0o700)
         self.clear()
+
+    def close(self) -> None:
+        """Clear both, and give the one in memory back."""
+        self.clear()
+        with suppress(OSError):  # not there, or somebody put something in it
+            self.memory.rmdir()
 
     def clear(self) -> None:
         """Remove patches and merged checkpoints."""
