@@ -20,7 +20,7 @@ from deltawire.store.local import LocalStore
 from deltawire.sync.follower import Follower
 from deltawire.sync.publisher import Published, Publisher
 from deltawire_inference.app import Inference, build_app
-from deltawire_inference.engines.base import ApplyReport, SwapMode
+from deltawire_inference.engines.base import ApplyReport, StagedUpdate, SwapMode
 from deltawire_inference.engines.torch.core import Limits
 from deltawire_inference.engines.torch.engine import TorchEngine
 from deltawire_inference.replica import Replica
@@ -94,8 +94,12 @@ class TinyRun:
         self, engine: TorchEngine, follower: Follower, *, mode: SwapMode = "keep"
     ) -> ApplyReport:
         """Stage and apply what leads to the newest version."""
+        return await engine.apply(await self.stage(engine, follower), mode=mode)
+
+    async def stage(self, engine: TorchEngine, follower: Follower) -> StagedUpdate:
+        """Stage what leads to the newest version."""
         route = follower.route(engine.version, follower.head().version)
-        return await engine.apply(await engine.stage(follower.fetch(route)), mode=mode)
+        return await engine.stage(follower.fetch(route))
 
     @torch.no_grad()
     def logprobs(self, token_ids: list[int], *, temperature: float = 1.0) -> torch.Tensor:

@@ -21,7 +21,9 @@ from deltawire_inference.engines.torch.engine import TorchEngine
 if TYPE_CHECKING:
     from tests.inference.conftest import MakeEngine, MakeRun, TinyRun
 
-LONG = Sampling(max_new_tokens=120, seed=4, ignore_eos=True)
+LENGTH = 400
+"""Long enough that a swap falls into it on any machine."""
+LONG = Sampling(max_new_tokens=LENGTH, seed=4, ignore_eos=True)
 
 
 async def tokens_made(engine: TorchEngine, count: int) -> None:
@@ -48,12 +50,13 @@ async def test_requests_in_flight_survive_a_swap_and_say_who_made_each_token(
     requests = [
         GenerateRequest(prompt_ids=[7, i, 9], n=2, sampling=LONG, session=f"s{i}") for i in range(4)
     ]
-    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
-    await tokens_made(engine, 40)
     before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
     run.publish()
+    staged = await run.stage(engine, follower)
+    tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+    await tokens_made(engine, 40)
 
-    report = await run.follow(engine, follower, mode=mode)
+    report = await engine.apply(staged, mode=mode)
     answers = await asyncio.gather(*tasks)
 
     assert engine.version == 1 and engine.digest == run.publisher.digest == report.digest
@@ -62,12 +65,12 @@ async def test_requests_in_flight_survive_a_swap_and_say_who_made_each_token(
         for completion in answer.completions:
             versions = [span.version for span in completion.spans]
             if mode == "drain":
-                assert versions == [0] and len(completion.token_ids) == 120
+                assert versions == [0] and len(completion.token_ids) == LENGTH
             elif mode == "abort":
                 assert versions == [0] and completion.finish_reason == "abort"
-                assert 0 < len(completion.token_ids) < 120
+                assert 0 < len(completion.token_ids) < LENGTH
             else:
-                assert versions == [0, 1] and len(completion.token_ids) == 120
+                assert versions == [0, 1] and len(completion.token_ids) == LENGTH
             cut = completion.spans[0].end
             whole = [*request.prompt_ids, *completion.token_ids]
             found = torch.tensor(completion.logprobs)
