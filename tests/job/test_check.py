@@ -84,7 +84,7 @@ def test_the_starter_checks_out_and_its_test_passes(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert check_job(tmp_path / "my_sums.py").passed
     test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
-    assert subprocess.run(test, cwd=tmp_path, timeout=120, check=False).returncode == 0
+    assert subprocess.run(test, cwd=tmp_path, timeout=280, check=False).returncode == 0
 
 
 def test_a_starter_never_overwrites_and_wants_a_plain_name(tmp_path: Path) -> None:

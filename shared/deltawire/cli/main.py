@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from deltawire.cli import job_commands
+from deltawire.cli import deltas, job_commands
 from deltawire.cli.rollout_commands import rollouts, worker
 from deltawire.protocol.errors import DeltawireError
 
@@ -70,8 +70,7 @@ def status(
 
 app.command()(worker)
 app.command()(rollouts)
-
-
+app.add_typer(deltas.app, name="deltas")
 job_commands.mount(app)
 
 
