@@ -19,7 +19,7 @@ app = typer.Typer(
 )
 
 Store = Annotated[
-    str, typer.Argument(help="file:///folder, hf://buckets/owner/name[/prefix] or s3://bucket.")
+    str, typer.Argument(help="file:///folder, hf://buckets/owner/name/prefix or s3://bucket.")
 ]
 Target = Annotated[str, typer.Argument(help="A store, or a lone .safetensors file.")]
 RunId = Annotated[
