@@ -4,6 +4,7 @@ knows concrete classes."""
 import asyncio
 import json
 import logging
+import sys
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -74,7 +75,10 @@ async def run_trainer(settings: TrainerSettings) -> int:
         await _end(serving)
         await streams.close()
         store.close()
-    return training.result() if training.done() and not training.cancelled() else 0
+    code = training.result() if training.done() and not training.cancelled() else 0
+    if code:
+        sys.stderr.write(f"{trainer.failure}\n")  # last, where a person looks first
+    return code
 
 
 async def train(

@@ -48,6 +48,11 @@ class Trainer:
         self._loop = loop
         await loop.run()
 
+    @property
+    def failure(self) -> str:
+        """Why the run failed; empty when it did not."""
+        return self._failure
+
     def fail(self, reason: str) -> None:
         """The run could not be opened, or ended early."""
         self._failure = reason

@@ -23,7 +23,7 @@ from deltawire.protocol.errors import DeltawireError
 log = logging.getLogger(__name__)
 
 _RESTARTS = 3
-_STOP_S = 4.0
+_STOP_S = 3.0
 _TAIL_LINES = 15
 _PR_SET_PDEATHSIG = 1
 _CLEAR_ERROR = 2

@@ -155,6 +155,7 @@ def _replica(plan: RunPlan, index: int, streams: str) -> Child:
             "PUBLIC_URL": plan.url(2 + index),
             "CACHE_DIR": str(plan.folder / "cache" / name),
             "THREADS": str(plan.threads),
+            "DRAIN_S": "1",
         },
     )
 

@@ -56,22 +56,34 @@ def run_job(options: RunOptions, spec: JobSpec, *, plain: bool) -> int:
     view: View = PlainView() if plain or not console.is_terminal else LiveView(console)
     _point_latest(plan.folder)
     try:
-        with asyncio.Runner() as runner:
-            loop = runner.get_loop()
-            main = loop.create_task(_run(plan, view))
-            # SIGTERM stops the children as Ctrl-C does; asyncio itself handles only the latter.
-            loop.add_signal_handler(signal.SIGTERM, main.cancel)
-            summary = runner.run(_awaited(main))
-    except asyncio.CancelledError:
-        sys.stderr.write(f"stopped; logs in {plan.logs}\n")
-        return 143
-    except KeyboardInterrupt:
-        sys.stderr.write(f"stopped; logs in {plan.logs}\n")
-        return 130
+        summary, stopped_by = _run_until_told(plan, view)
     except DeltawireError as error:
         sys.stderr.write(f"{error}\n")
         return 1
+    if summary is None:
+        sys.stderr.write(f"stopped; logs in {plan.logs}\n")
+        return 128 + stopped_by
     return print_report(summary, console)
+
+
+def _run_until_told(plan: RunPlan, view: View) -> tuple[RunSummary | None, int]:
+    """The summary, or None and the signal that ended the run before its end."""
+    told: list[int] = []
+    with asyncio.Runner() as runner:
+        loop = runner.get_loop()
+        main = loop.create_task(_run(plan, view))
+
+        def stop(number: int) -> None:
+            told.append(number)
+            main.cancel()
+
+        # Both alike, and Ctrl-C also where the shell that started this ignored it for us.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, stop, number)
+        try:
+            return runner.run(_awaited(main)), 0
+        except asyncio.CancelledError:
+            return None, told[0] if told else signal.SIGTERM
 
 
 async def _awaited(task: "asyncio.Task[RunSummary]") -> RunSummary:

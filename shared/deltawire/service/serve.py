@@ -91,7 +91,14 @@ async def serve(
         **uvicorn_options,
     )
     server = uvicorn.Server(config) if drain is None else _DrainingServer(config, drain)
-    await server.serve(sockets=[listener])
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        await asyncio.shield(serving)
+    except asyncio.CancelledError:
+        # Cancelling uvicorn itself would tear its lifespan and log that as an error.
+        server.should_exit = True
+        await asyncio.wait({serving}, timeout=_GRACE_S + 1)
+        raise
 
 
 def _websocket_protocol() -> Literal["websockets-sansio", "none"]:
