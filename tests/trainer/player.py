@@ -27,8 +27,17 @@ class Player:
     """Plays tickets until stopped."""
 
     def __init__(
-        self, store: Store, streams: ProducerStreams, *, run_id: str, folder: Path, name: str = "p"
+        self,
+        store: Store,
+        streams: ProducerStreams,
+        *,
+        run_id: str,
+        folder: Path,
+        name: str = "p",
+        groups: int | None = None,
     ) -> None:
+        self._groups = groups
+        """Plays so many and then only follows; None plays on."""
         self.follower = Follower(store, run_id, folder)
         self.streams, self.name, self.run_id = streams, name, run_id
         self.version = -1
@@ -44,6 +53,9 @@ class Player:
         while not self.stopped:
             await self._follow()
             await self._register()
+            if self._groups is not None and len(self.played) >= self._groups:
+                await asyncio.sleep(0.01)
+                continue
             lease = await self.streams.claim(self.name, timeout_s=0.05)
             if lease is not None:
                 await self._play(lease)

@@ -59,8 +59,10 @@ class Script(Player):
         )
 
 
-def script(settings: TrainerSettings, streams: ProducerStreams, folder: Path) -> Script:
-    return Script(open_store(settings.store), streams, run_id=RUN, folder=folder)
+def script(
+    settings: TrainerSettings, streams: ProducerStreams, folder: Path, groups: int | None = None
+) -> Script:
+    return Script(open_store(settings.store), streams, run_id=RUN, folder=folder, groups=groups)
 
 
 def masters(run_dir: Path) -> dict[str, torch.Tensor]:
@@ -86,12 +88,17 @@ async def straight(tmp_path: Path, base: Path, steps: int) -> TrainerStatus:
 async def killed_after(
     tmp_path: Path, base: Path, open_redis: OpenStreams, *, steps: int, **options: object
 ) -> None:
-    """Run in the middle of a longer job, and vanish: no clean end, no last checkpoint, no acks."""
+    """Run in the middle of a longer job, and vanish: no clean end, no last checkpoint, no acks.
+
+    The player stops short of the next step's last group, so that however late the trainer is
+    killed, it cannot have gone further.
+    """
     settings, streams = make_settings(tmp_path), open_redis()
-    async with playing(script(settings, open_redis(), tmp_path / "replica")):
-        await train_to_the_end(
-            settings, make_job(base, steps=4, **options), streams, vanish_after=steps
-        )
+    job = make_job(base, steps=4, **options)
+    groups = (steps + 1) * job.train.groups_per_step - 1
+    async with playing(script(settings, open_redis(), tmp_path / "replica", groups)):
+        killed = await train_to_the_end(settings, job, streams, vanish_after=steps)
+    assert killed.step == steps
 
 
 @pytest.mark.parametrize("checkpoint_every", [1, 2, 100])
