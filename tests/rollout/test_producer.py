@@ -216,14 +216,13 @@ async def test_a_cancelled_producer_gives_back_what_it_holds(
 async def test_a_lost_lease_drops_the_work(serve_openenv, scripted_policy, renderer, make_ticket):
     server = await serve_openenv(turns=2)
     server.hang_on = "crane"
-    streams = MemoryStreams()
+    streams = MemoryStreams(lease_s=0.2)
     await streams.issue([make_ticket()])
     async with producing(
         streams=streams,
         policy=scripted_policy(renderer, ["crane"]),
         environment=EnvironmentClient(server.url),
         renderer=renderer,
-        heartbeat_s=0.05,
     ) as producer:
         async with asyncio.timeout(10.0):
             while not server.said:  # noqa: ASYNC110

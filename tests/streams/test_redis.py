@@ -486,3 +486,11 @@ def _certificate(folder):
         )
     )
     return certificate_path, key_path
+
+
+def test_the_uri_says_how_long_a_lease_lasts():
+    streams = open_trainer_streams("redis://localhost:6379/2?lease_s=7.5", run_id="run")
+    assert streams._lease_ms == 7500
+    assert streams._redis.connection_pool.connection_kwargs["db"] == 2
+    with pytest.raises(SettingsError, match="lease_s"):
+        open_trainer_streams("redis://localhost?lease_s=soon", run_id="run")

@@ -62,7 +62,8 @@ class Evaluation:
         left_s = self._hold_s - (time.monotonic() - current.started_at)
         if left_s > 0:
             try:
-                await asyncio.wait_for(current.complete.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await current.complete.wait()
             except TimeoutError:
                 log.warning("evaluation incomplete", extra={"version": current.version})
 

@@ -34,9 +34,11 @@ class EventHub:
             yield ": listening\n\n"
             while True:
                 try:
-                    yield await asyncio.wait_for(queue.get(), _KEEP_ALIVE_S)
+                    async with asyncio.timeout(_KEEP_ALIVE_S):
+                        message = await queue.get()
                 except TimeoutError:
-                    yield ": still here\n\n"
+                    message = ": still here\n\n"
+                yield message
 
     @contextmanager
     def listening(self) -> Iterator[asyncio.Queue[str]]:

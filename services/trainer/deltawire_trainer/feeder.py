@@ -92,7 +92,7 @@ class Feeder:
                 await asyncio.sleep(_AWAY_S)
 
     def halt(self) -> None:
-        """End `run` soon: also where a client swallows the cancellation of its call."""
+        """End `run` after its present round."""
         self._halted = True
 
     def stand_at(self, position: Position, *, taken: int = 0) -> None:
@@ -115,7 +115,8 @@ class Feeder:
             if groups or left_s <= 0:
                 return groups
             try:
-                await asyncio.wait_for(self._arrived.wait(), left_s)
+                async with asyncio.timeout(left_s):
+                    await self._arrived.wait()
             except TimeoutError:
                 return []
 

@@ -30,8 +30,8 @@ from deltawire.rollout.waits import Waits
 from deltawire.streams.backoff import backoff_s
 from deltawire.streams.base import Lease, ProducerStreams
 
-HEARTBEAT_S = 10.0
-"""A quarter of the streams' default lease, so that a few may be lost."""
+_BEATS_PER_LEASE = 4.5
+"""So that a few heartbeats may be lost."""
 _GIVE_BACK_S = 5.0
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,6 @@ class Producer:
         consumer: str = "",
         concurrency: int = 16,
         stragglers: StragglerPolicy | None = None,
-        heartbeat_s: float = HEARTBEAT_S,
         claim_s: float = 2.0,
     ) -> None:
         """`consumer` must be unique among live producers; by default it is drawn.
@@ -88,7 +87,6 @@ class Producer:
         )
         self._concurrency = concurrency
         self._stragglers = stragglers or StragglerPolicy()
-        self._heartbeat_s = heartbeat_s
         self._claim_s = claim_s
         self._working: set[asyncio.Task[None]] = set()
         self._draining = asyncio.Event()
@@ -198,7 +196,7 @@ class Producer:
 
     async def _beat(self, lease: Lease) -> None:
         while True:
-            await asyncio.sleep(self._heartbeat_s)
+            await asyncio.sleep(lease.lasts_s / _BEATS_PER_LEASE)
             try:
                 await self._streams.heartbeat(lease)
             except StreamUnavailable as error:

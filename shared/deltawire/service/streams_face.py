@@ -24,6 +24,7 @@ from deltawire.streams.gateway import (
     DELIVERIES_HEADER,
     ENTRY_HEADER,
     IDEMPOTENCY_HEADER,
+    LEASE_HEADER,
     LONGEST_POLL_S,
     RECORD_TYPE,
     TICKET_HEADER,
@@ -45,7 +46,11 @@ def create_streams_router(streams: ProducerStreams) -> APIRouter:
         return Response(
             encode_ticket(lease.ticket),
             media_type=RECORD_TYPE,
-            headers={ENTRY_HEADER: lease.entry_id, DELIVERIES_HEADER: str(lease.deliveries)},
+            headers={
+                ENTRY_HEADER: lease.entry_id,
+                DELIVERIES_HEADER: str(lease.deliveries),
+                LEASE_HEADER: str(lease.lasts_s),
+            },
         )
 
     @router.post("/heartbeat", status_code=status.HTTP_204_NO_CONTENT)

@@ -16,6 +16,9 @@ from typing import Protocol
 from deltawire.protocol.control import ReplicaStatus
 from deltawire.protocol.rollouts import RolloutGroup, Ticket
 
+LEASE_S = 45.0
+"""How long a lease lasts unless the streams' URI says otherwise (`?lease_s=`)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
@@ -25,6 +28,8 @@ class Lease:
     consumer: str
     ticket: Ticket
     deliveries: int = 1
+    lasts_s: float = LEASE_S
+    """Without a heartbeat for so long, the ticket is anybody's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,11 +34,12 @@ from deltawire.protocol.errors import (
 )
 from deltawire.protocol.rollouts import RolloutGroup
 from deltawire.streams.backoff import backoff_s
-from deltawire.streams.base import Lease
+from deltawire.streams.base import LEASE_S, Lease
 from deltawire.streams.records import check_belongs, decode_ticket, encoded
 
 ENTRY_HEADER = "X-Deltawire-Entry"
 DELIVERIES_HEADER = "X-Deltawire-Deliveries"
+LEASE_HEADER = "X-Deltawire-Lease-S"
 CONSUMER_HEADER = "X-Deltawire-Consumer"
 TICKET_HEADER = "X-Deltawire-Ticket"
 IDEMPOTENCY_HEADER = "Idempotency-Key"
@@ -176,16 +177,18 @@ def _checked(response: httpx.Response) -> httpx.Response:
 
 
 def _lease(consumer: str, response: httpx.Response) -> Lease:
-    deliveries = response.headers.get(DELIVERIES_HEADER, "")
-    entry_id = response.headers.get(ENTRY_HEADER, "")
-    if not entry_id or not deliveries.isdigit():
-        raise MalformedMessage("a claimed ticket without its entry", raw=response.content)
-    return Lease(
-        entry_id=entry_id,
-        consumer=consumer,
-        ticket=decode_ticket(response.content),
-        deliveries=int(deliveries),
-    )
+    try:
+        return Lease(
+            entry_id=response.headers[ENTRY_HEADER],
+            consumer=consumer,
+            ticket=decode_ticket(response.content),
+            deliveries=int(response.headers[DELIVERIES_HEADER]),
+            lasts_s=float(response.headers.get(LEASE_HEADER, LEASE_S)),
+        )
+    except (KeyError, ValueError) as error:
+        raise MalformedMessage(
+            f"a claimed ticket without its entry: {error}", raw=response.content
+        ) from error
 
 
 def _reference(lease: Lease, *, reason: str = "") -> LeaseRef:

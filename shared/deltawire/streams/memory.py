@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from deltawire.protocol.control import ReplicaStatus
 from deltawire.protocol.errors import LeaseLost, ProtocolError
 from deltawire.protocol.rollouts import RolloutGroup, Ticket
-from deltawire.streams.base import DeliveredGroup, Depth, Lease, counted_reason
+from deltawire.streams.base import LEASE_S, DeliveredGroup, Depth, Lease, counted_reason
 from deltawire.streams.records import (
     check_belongs,
     decode_group,
@@ -51,7 +51,7 @@ class MemoryStreams:
     def __init__(
         self,
         *,
-        lease_s: float = 45.0,
+        lease_s: float = LEASE_S,
         max_deliveries: int = 4,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -97,7 +97,11 @@ class MemoryStreams:
                 self._bury_ticket(entry_id, str(error))
                 continue
             return Lease(
-                entry_id=entry_id, consumer=consumer, ticket=record, deliveries=ticket.deliveries
+                entry_id=entry_id,
+                consumer=consumer,
+                ticket=record,
+                deliveries=ticket.deliveries,
+                lasts_s=self._lease_s,
             )
         return None
 

@@ -26,7 +26,7 @@ from deltawire.protocol.errors import LeaseLost, ProtocolError, StreamError, Str
 from deltawire.protocol.rollouts import ROLLOUT_SCHEMA, RolloutGroup, Ticket
 from deltawire.streams import scripts
 from deltawire.streams.backoff import backoff_s
-from deltawire.streams.base import DeliveredGroup, Depth, Lease, counted_reason
+from deltawire.streams.base import LEASE_S, DeliveredGroup, Depth, Lease, counted_reason
 from deltawire.streams.records import (
     check_belongs,
     check_schema,
@@ -43,6 +43,9 @@ TRAINER_CONSUMER = "trainer"
 """One name for every trainer process of a run, so that a new one inherits what was not acked."""
 BLOCK_S = 1.0
 """Longest single wait inside Redis; leases that ran out are looked for in between."""
+_ANSWER_S = 11.0
+"""Longest silence before a call is given up: a cut cable must not hang a producer. No wait inside
+Redis is as long."""
 DEAD_LETTERS_KEPT = 1000
 """The newest ones, to look at. Their counters are kept for ever."""
 _LONG_IDLE_MS = 7 * 24 * 3600 * 1000
@@ -64,7 +67,7 @@ class RedisStreams:
         client: RedisClient,
         *,
         run_id: str,
-        lease_s: float = 45.0,
+        lease_s: float = LEASE_S,
         max_deliveries: int = 4,
         patience_s: float = 30.0,
     ) -> None:
@@ -131,7 +134,13 @@ class RedisStreams:
         except ProtocolError as error:
             await self._bury(self._tickets, topics.CONSUMER_GROUP_PRODUCERS, entry_id, str(error))
             return None
-        return Lease(entry_id=entry_id, consumer=consumer, ticket=ticket, deliveries=deliveries)
+        return Lease(
+            entry_id=entry_id,
+            consumer=consumer,
+            ticket=ticket,
+            deliveries=deliveries,
+            lasts_s=self._lease_ms / 1000,
+        )
 
     async def heartbeat(self, lease: Lease) -> None:
         """See base.py."""
@@ -359,20 +368,22 @@ class RedisStreams:
         attempt = 0
         while True:
             try:
-                if not self._has_groups:
-                    await self._create_groups()
-                return await call()
-            except redis_errors.RedisError as error:
+                async with asyncio.timeout(_ANSWER_S):
+                    if not self._has_groups:
+                        await self._create_groups()
+                    return await call()
+            except (redis_errors.RedisError, TimeoutError) as error:
                 self._recover_from(error)
                 wait_s = backoff_s(attempt)
                 if time.monotonic() + wait_s > give_up_at:
+                    reason = str(error) or "silence"
                     raise StreamUnavailable(
-                        f"Redis did not answer for {self._patience_s:.0f} s: {error}"
+                        f"Redis did not answer for {self._patience_s:.0f} s: {reason}"
                     ) from error
                 attempt += 1
                 await asyncio.sleep(wait_s)
 
-    def _recover_from(self, error: redis_errors.RedisError) -> None:
+    def _recover_from(self, error: redis_errors.RedisError | TimeoutError) -> None:
         """Note what has to be done again before the next try; re-raise what will not pass."""
         if isinstance(error, redis_errors.AuthenticationError | redis_errors.NoPermissionError):
             raise StreamError(f"Redis refused our credentials: {error}") from error
@@ -381,7 +392,8 @@ class RedisStreams:
             return
         passing = isinstance(
             error,
-            redis_errors.ConnectionError
+            TimeoutError
+            | redis_errors.ConnectionError
             | redis_errors.TimeoutError
             | redis_errors.ClusterDownError
             | redis_errors.ReadOnlyError,

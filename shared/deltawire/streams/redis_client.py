@@ -13,10 +13,11 @@ from deltawire.protocol.errors import SettingsError
 
 RedisClient = Redis | RedisCluster
 
-_SOCKET_S = 11.0
-"""Longest silence on a connection before it is given up: a cut cable must not hang a producer. No
-wait inside Redis is as long."""
 _CONNECT_S = 5.0
+_NO_SOCKET_TIMEOUT = None
+"""RedisStreams puts a time limit around each call itself. With a limit of its own redis-py sends
+through `asyncio.wait_for`, which before Python 3.12 loses a cancellation that arrives in the same
+turn of the event loop as the end of the sending."""
 
 
 def redis_client(uri: str) -> RedisClient:
@@ -29,7 +30,7 @@ def redis_client(uri: str) -> RedisClient:
                 uri,
                 protocol=2,
                 retry=Retry(NoBackoff(), 0),
-                socket_timeout=_SOCKET_S,
+                socket_timeout=_NO_SOCKET_TIMEOUT,
                 socket_connect_timeout=_CONNECT_S,
                 socket_keepalive=True,
             )
@@ -78,7 +79,7 @@ def _sentinel_client(parts: SplitResult) -> Redis:
 def _connection(parts: SplitResult) -> dict[str, Any]:
     options: dict[str, Any] = {
         "protocol": 2,
-        "socket_timeout": _SOCKET_S,
+        "socket_timeout": _NO_SOCKET_TIMEOUT,
         "socket_connect_timeout": _CONNECT_S,
     }
     if parts.scheme.startswith("rediss"):

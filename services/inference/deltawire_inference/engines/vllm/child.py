@@ -96,7 +96,8 @@ class VllmChild:
         if process.stdin is not None:
             process.stdin.close()
         try:
-            await asyncio.wait_for(process.wait(), _STOP_GRACE_S)
+            async with asyncio.timeout(_STOP_GRACE_S):
+                await process.wait()
         except TimeoutError:
             log.warning("vLLM did not stop and is killed", extra={"pid": process.pid})
         _signal_group(process.pid, signal.SIGKILL)
