@@ -18,6 +18,7 @@ from deltawire.codec.patch import Layout
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.store.local import LocalStore
 from deltawire.sync.follower import Follower
+from deltawire.sync.options import ANCHOR_SHARD_BYTES
 from deltawire.sync.publisher import Published, Publisher
 from deltawire_inference.app import Inference, build_app
 from deltawire_inference.engines.base import ApplyReport, StagedUpdate, SwapMode
@@ -123,6 +124,7 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
         seed: int = 0,
         name: str = "tiny",
         model: PreTrainedModel | None = None,
+        anchor_shard_bytes: int = ANCHOR_SHARD_BYTES,
     ) -> TinyRun:
         torch.manual_seed(seed)
         tokenizer = _byte_tokenizer()
@@ -153,6 +155,7 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
             model_files={path.name: path for path in (folder / "model").iterdir()},
             master_dtype="F32",
             anchor_every=1000,
+            anchor_shard_bytes=anchor_shard_bytes,
         )
         publishers.append(publisher)
         return TinyRun(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from deltawire.protocol.control import ReplicaStatus
+from deltawire.protocol.control import ReplicaStatus, WeightNotice
 from deltawire.protocol.errors import InvalidKey, ReplicaBroken
 from deltawire.protocol.generation import GenerateRequest, GenerateResponse, Sampling
 from deltawire.protocol.layout import in_run
@@ -46,6 +46,15 @@ async def until(serving: "Serving", holds: Callable[[], bool]) -> None:
     """Let the replica go on until something holds."""
     while not holds():  # noqa: ASYNC110 - the replica tells nobody
         await asyncio.sleep(0.01)
+
+
+def same_bits(serving: "Serving", run: "TinyRun") -> bool:
+    """Whether what is served is what the trainer published, bit by bit."""
+    live = dict(serving.engine.live_tensors())
+    return all(
+        torch.equal(live[name].view(torch.int16), tensor.detach().view(torch.int16))
+        for name, tensor in run.model.named_parameters()
+    )
 
 
 async def test_a_replica_waits_for_its_run_and_then_joins(
@@ -330,3 +339,40 @@ async def test_a_body_over_the_limit_is_refused(make_run: "MakeRun", serve: Serv
         answer = await client.post("/v1/generate", json={"prompt_ids": [1] * 2000})
 
         assert answer.status_code == 413 and answer.json()["type"] == "PayloadTooLarge"
+
+
+async def test_a_replica_joins_and_rebases_from_an_anchor_in_shards(
+    make_run: "MakeRun", serve: Serve
+) -> None:
+    run = make_run(anchor_shard_bytes=30_000)
+    assert len(run.publisher.head.links[0].shards) > 2
+    async with serve(run, poll_s=3600) as serving:
+        assert same_bits(serving, run)
+
+        run.publish()
+        flip(run, "deltas/step_000001.safetensors")
+        run.publisher.finish()  # an anchor of version 1 leads past the damaged delta
+        hint = WeightNotice.model_validate(notice(run, 1, version=1))
+        while serving.engine.version != 1:  # noqa: ASYNC110 - a damaged file gets three chances
+            serving.replica.notice(hint)
+            await asyncio.sleep(0.01)
+
+        now = await status(serving)
+        assert (now.updates[-1].kind, now.updates[-1].base_version) == ("anchor", 0)
+        assert same_bits(serving, run) and now.digest == run.publisher.digest
+
+
+async def test_nothing_is_served_from_an_anchor_with_a_bad_shard(
+    make_run: "MakeRun", serve: Serve
+) -> None:
+    run = make_run(anchor_shard_bytes=30_000)
+    flip(run, run.publisher.head.links[0].shards[1].key)
+    async with serve(run, joined=False) as serving:
+        await until(serving, lambda: serving.replica.routing.rejected_total == 1)
+
+        assert serving.engine.version is None and serving.replica.state == "joining"
+        run.publish()
+        run.publisher.finish()
+        await serving.serves(1)
+
+        assert same_bits(serving, run)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deltawire.protocol.chain import Head, Link
+from deltawire.protocol.chain import Head, Link, Shard
 from deltawire.protocol.errors import VersionGap
 from deltawire.protocol.layout import ObjectKind, object_key
 from deltawire.protocol.versions import PolicyVersion
@@ -77,4 +77,20 @@ def test_a_file_that_arrives_damaged_is_given_three_chances() -> None:
     routing.damaged(route, "r/" + route[1].key)
 
     assert versions(routing.plan(CHAIN, have=ZERO)) == [1]
+    assert routing.rejected_total == 1
+
+
+def test_a_damaged_shard_counts_against_its_anchor() -> None:
+    shards = [
+        Shard(key=object_key(ObjectKind.ANCHOR, 3, shard=(number, 2)), bytes=5, sha256="a" * 64)
+        for number in (1, 2)
+    ]
+    sharded = link(3).model_copy(update={"key": shards[0].key, "shards": shards})
+    routing, chain = Routing(), head(*CHAIN.links, sharded)
+    assert routing.plan(chain, have=None) == [sharded]
+
+    for _ in range(3):
+        routing.damaged([sharded], "r/" + shards[1].key)
+
+    assert versions(routing.plan(chain, have=None)) == [0, 1, 2, 3]
     assert routing.rejected_total == 1

@@ -17,7 +17,6 @@ from deltawire.protocol.errors import (
 )
 from deltawire.protocol.layout import ObjectKind
 from deltawire.sync.replay import replay
-from deltawire.sync.upload import upload_anchor
 
 OpenPublisher = Callable[..., Any]
 ExpectedBits = Callable[[Any], dict[str, list[int]]]
@@ -444,10 +443,8 @@ def test_a_large_anchor_goes_up_in_shards_and_comes_back_whole(
     open_publisher: OpenPublisher,
     replica: Any,
     expected_bits: ExpectedBits,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setitem(upload_anchor.__kwdefaults__, "max_shard_bytes", 1000)
-    publisher = open_publisher(trainer)
+    publisher = open_publisher(trainer, anchor_shard_bytes=1000)
 
     anchor = publisher.head.links[0]
     assert [shard.key for shard in anchor.shards] == [

@@ -86,6 +86,7 @@ def test_a_sweep_takes_old_unlinked_objects_only() -> None:
         _lying("r/deltas/step_000003.safetensors", 0.0),
         _lying("r/deltas/step_000001.2.safetensors", 0.0),
         _lying("r/anchors/step_000002.safetensors", 0.0),
+        _lying("r/anchors/step_000002-00001-of-00009.safetensors", 0.0),
         _lying("r/deltas/step_000004.safetensors", 95.0),
         _lying("r/latest.json", 0.0),
         _lying("r/run.json", 0.0),

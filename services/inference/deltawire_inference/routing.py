@@ -58,7 +58,7 @@ class Routing:
         `key` may begin with the run's folder.
         """
         for link in route:
-            if key.endswith(link.key):
+            if any(key.endswith(file) for file in (link.key, *(s.key for s in link.shards))):
                 self._damaged[_name(link)] += 1
                 if self._damaged[_name(link)] == _FETCHES_ALLOWED:
                     self.refuse(link)

@@ -95,7 +95,7 @@ class Background:
                     run_id=self._ledger.head.run_id,
                     digest=digest,
                     epoch=epoch,
-                    packed=self._options.anchor_packed,
+                    options=self._options,
                     folder=Path(folder),
                 )
             )

@@ -28,6 +28,7 @@ from deltawire.sync.fence import OwnerFile, new_owner
 from deltawire.sync.follower import Follower, sha256_of
 from deltawire.sync.heads import as_bytes
 from deltawire.sync.ledger import Ledger
+from deltawire.sync.options import PublishOptions
 from deltawire.sync.published import WholeBits
 from deltawire.sync.replay import empty_tensors, replay
 from deltawire.sync.upload import upload_anchor
@@ -52,7 +53,7 @@ def enter_run(
     run_id: str,
     base_model: str,
     model_files: Mapping[str, Path],
-    anchor_packed: bool,
+    options: PublishOptions,
     owner_file: Path | None,
     take_over: bool,
 ) -> Entered:
@@ -66,7 +67,7 @@ def enter_run(
         owner = held.owner if held is not None else new_owner()
         ledger = Ledger.open(store, run_id, owner=owner, take_over=take_over)
         if ledger.head.links:
-            bits = _gone_on(store, ledger, bits, anchor_packed=anchor_packed)
+            bits = _gone_on(store, ledger, bits, options=options)
         else:
             found_run(
                 store,
@@ -75,7 +76,7 @@ def enter_run(
                 tied=tied,
                 base_model=base_model,
                 model_files=model_files,
-                anchor_packed=anchor_packed,
+                options=options,
             )
     except BaseException:
         if held is not None:
@@ -92,7 +93,7 @@ def found_run(
     tied: Mapping[str, str],
     base_model: str,
     model_files: Mapping[str, Path],
-    anchor_packed: bool,
+    options: PublishOptions,
 ) -> None:
     """Write everything a replica needs to join, and commit version 0."""
     run_id = ledger.head.run_id
@@ -107,13 +108,18 @@ def found_run(
     )
     for name, path in model_files.items():
         _put_once(store, in_run(run_id, model_file_key(name)), path)
-    anchor = _anchor(store, ledger, bits, version=BASE_VERSION, packed=anchor_packed)
+    anchor = _anchor(store, ledger, bits, version=BASE_VERSION, options=options)
     _put_manifest(store, manifest)
     ledger.write(version=BASE_VERSION, add=[anchor])
 
 
 def _anchor(
-    store: Store, ledger: Ledger, bits: WholeBits, *, version: PolicyVersion, packed: bool
+    store: Store,
+    ledger: Ledger,
+    bits: WholeBits,
+    *,
+    version: PolicyVersion,
+    options: PublishOptions,
 ) -> Link:
     """An anchor in the store, not linked yet."""
     with tempfile.TemporaryDirectory(prefix="deltawire-found-") as folder:
@@ -126,7 +132,7 @@ def _anchor(
                 run_id=ledger.head.run_id,
                 digest=bits.digest(),
                 epoch=epoch,
-                packed=packed,
+                options=options,
                 folder=Path(folder),
             )
         )
@@ -149,7 +155,9 @@ def check_same_model(store: Store, run_id: str, layout: Layout) -> None:
         )
 
 
-def _gone_on(store: Store, ledger: Ledger, guess: WholeBits, *, anchor_packed: bool) -> WholeBits:
+def _gone_on(
+    store: Store, ledger: Ledger, guess: WholeBits, *, options: PublishOptions
+) -> WholeBits:
     """The published bits; where the bucket lost what leads to them, an anchor of `guess` is the
     next version, so that the run and its replicas go on."""
     try:
@@ -157,7 +165,7 @@ def _gone_on(store: Store, ledger: Ledger, guess: WholeBits, *, anchor_packed: b
     except (WeightsError, ObjectMissing) as error:
         version = PolicyVersion(ledger.head.version + 1)
         log.warning("chain is broken", extra={"reason": str(error), "anchored_at": version})
-    anchor = _anchor(store, ledger, guess, version=version, packed=anchor_packed)
+    anchor = _anchor(store, ledger, guess, version=version, options=options)
     ledger.write(version=version, add=[anchor])
     return guess
 

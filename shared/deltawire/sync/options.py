@@ -6,6 +6,8 @@ from deltawire.codec.encode import Encoding
 
 KEEP_VERSIONS = 64
 """A replica this far behind still finds a way by deltas."""
+ANCHOR_SHARD_BYTES = 4 * 2**30
+"""Dense bytes of one anchor file: one S3 upload carries 5 GiB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +19,8 @@ class PublishOptions:
     """Versions between anchors; None is adaptive (see cadence.py)."""
     anchor_packed: bool = True
     """Lossless, about a third smaller."""
+    anchor_shard_bytes: int = ANCHOR_SHARD_BYTES
+    """Anchors of more dense bytes than this go up as several files."""
     keep_versions: int = KEEP_VERSIONS
     skip_levels: tuple[int, ...] = ()
     """Spans of merged files for laggards; their patches are kept in memory for so many versions."""

@@ -74,7 +74,7 @@ def publish(
             run_id=run_id,
             base_model=base_name(model),
             model_files=files,
-            anchor_packed=options.anchor_packed,
+            options=options,
             owner_file=owner_file,
             take_over=take_over,
         )

@@ -37,7 +37,7 @@ from deltawire.sync.background import Background
 from deltawire.sync.fence import OwnerFile
 from deltawire.sync.founding import enter_run
 from deltawire.sync.ledger import Ledger
-from deltawire.sync.options import KEEP_VERSIONS, PublishOptions
+from deltawire.sync.options import ANCHOR_SHARD_BYTES, KEEP_VERSIONS, PublishOptions
 from deltawire.sync.published import PublishedBits, WholeBits
 from deltawire.sync.retention import GRACE_S
 from deltawire.sync.upload import upload_object
@@ -103,6 +103,7 @@ class Publisher:
         encoding: Encoding = "auto",
         anchor_every: int | None = None,
         anchor_packed: bool = True,
+        anchor_shard_bytes: int = ANCHOR_SHARD_BYTES,
         keep_versions: int = KEEP_VERSIONS,
         skip_levels: Sequence[int] = (),
         owner_file: Path | None = None,
@@ -120,6 +121,14 @@ class Publisher:
         """
         tensors = list(named_tensors)
         layout, tied = Layout.of_tensors(tensors, master_dtype=master_dtype)
+        options = PublishOptions(
+            encoding=encoding,
+            anchor_every=anchor_every,
+            anchor_packed=anchor_packed,
+            anchor_shard_bytes=anchor_shard_bytes,
+            keep_versions=keep_versions,
+            skip_levels=tuple(skip_levels),
+        )
         entered = enter_run(
             store,
             WholeBits.holding(tensors, layout),
@@ -127,16 +136,9 @@ class Publisher:
             run_id=run_id,
             base_model=base_model,
             model_files=dict(model_files or {}),
-            anchor_packed=anchor_packed,
+            options=options,
             owner_file=owner_file,
             take_over=take_over,
-        )
-        options = PublishOptions(
-            encoding=encoding,
-            anchor_every=anchor_every,
-            anchor_packed=anchor_packed,
-            keep_versions=keep_versions,
-            skip_levels=tuple(skip_levels),
         )
         return cls(
             store, entered.ledger, entered.bits, options=options, owner_file=entered.owner_file

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from deltawire.protocol.chain import Head, Link
 from deltawire.protocol.errors import InvalidKey
-from deltawire.protocol.layout import ObjectKind, in_run, parse_key
+from deltawire.protocol.layout import ObjectKind, in_run, object_key, parse_key
 from deltawire.store.base import ObjectInfo
 
 GRACE_S = 900.0
@@ -69,23 +69,25 @@ def plan_sweep(
     """Objects of the run that no link names and that have been lying for `grace_s`.
 
     `listing` is the store's, below the run; `arriving` are keys relative to the run that this
-    process is uploading. Whatever is not the key of an anchor, delta, adapter or skip file is not
-    ours to remove.
+    process is uploading, in one file or in shards. Whatever is not the key of an anchor, delta,
+    adapter or skip file is not ours to remove.
     """
-    named = linked_keys(head) | set(arriving)
+    named = linked_keys(head)
     prefix = in_run(head.run_id, "")
     return [
         info
         for info in listing
         if (key := info.key.removeprefix(prefix)) not in named
-        and _is_object(key)
+        and (whole := _whole_key(key)) is not None
+        and whole not in arriving
         and now_s - info.modified_at >= grace_s
     ]
 
 
-def _is_object(key: str) -> bool:
+def _whole_key(key: str) -> str | None:
+    """The object's key without its shard number; None for a key that is no object's."""
     try:
-        parse_key(key)
+        parsed = parse_key(key)
     except InvalidKey:
-        return False
-    return True
+        return None
+    return object_key(parsed.kind, parsed.version, epoch=parsed.epoch, base=parsed.base)

@@ -16,9 +16,7 @@ from deltawire.protocol.layout import ObjectKind, in_run, object_key
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.store.base import Store
 from deltawire.sync.follower import sha256_of
-
-MAX_SHARD_BYTES = 4 * 2**30
-"""Dense bytes of one anchor file: one S3 upload carries 5 GiB."""
+from deltawire.sync.options import PublishOptions
 
 
 def upload_object(
@@ -39,9 +37,8 @@ def upload_anchor(
     run_id: str,
     digest: Digest,
     epoch: int,
-    packed: bool,
+    options: PublishOptions,
     folder: Path,
-    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Link:
     """Write every tensor into files in `folder`, one if they fit in one, and upload them."""
     header = ObjectHeader(
@@ -52,8 +49,8 @@ def upload_anchor(
         header,
         lambda number, count: folder / f"anchor-{number}-of-{count}.safetensors",
         layout=layout,
-        max_shard_bytes=max_shard_bytes,
-        packed=packed,
+        max_shard_bytes=options.anchor_shard_bytes,
+        packed=options.anchor_packed,
     )
     kind, count = ObjectKind.ANCHOR, len(paths)
     shards = [

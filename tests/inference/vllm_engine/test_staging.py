@@ -11,6 +11,7 @@ from deltawire.protocol.chain import Link
 from deltawire.protocol.errors import DeltawireError, DigestMismatch, MalformedObject
 from deltawire.store.local import LocalStore
 from deltawire.sync.follower import Follower
+from deltawire.sync.options import ANCHOR_SHARD_BYTES
 from deltawire.sync.publisher import Publisher
 from deltawire_inference.engines.vllm.checkpoint import write_checkpoint
 from deltawire_inference.engines.vllm.remote_weights import RankMap
@@ -81,7 +82,13 @@ class DirectCalls:
 class World:
     """A trainer that publishes, and two live ranks that follow through the stager."""
 
-    def __init__(self, folder: Path, encoding: str, shapes: dict[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        encoding: str,
+        shapes: dict[str, tuple[int, ...]],
+        anchor_shard_bytes: int = ANCHOR_SHARD_BYTES,
+    ) -> None:
         self.random = torch.Generator().manual_seed(0)
         self.weights = {n: torch.randn(s, generator=self.random) for n, s in shapes.items()}
         (folder / "model").mkdir()
@@ -95,6 +102,7 @@ class World:
             owner_file=folder / "owner",
             encoding=encoding,
             anchor_every=100,
+            anchor_shard_bytes=anchor_shard_bytes,
             keep_versions=50,
         )
         self.follower = Follower(self.store, "run", folder / "cache")
@@ -155,8 +163,8 @@ MakeWorld = Callable[..., World]
 def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
     made: list[World] = []
 
-    def make(encoding: str, shapes: dict[str, tuple[int, ...]] = SHAPES) -> World:
-        made.append(World(tmp_path, encoding, shapes))
+    def make(encoding: str, shapes: dict[str, tuple[int, ...]] = SHAPES, **options: int) -> World:
+        made.append(World(tmp_path, encoding, shapes, **options))
         return made[-1]
 
     yield make
@@ -191,13 +199,17 @@ def test_several_deltas_enter_as_one_update(make_world: MakeWorld) -> None:
     assert world.calls.events.count("deltawire_start_stage") == 1
 
 
+@pytest.mark.parametrize("anchor_shard_bytes", [ANCHOR_SHARD_BYTES, 15_000])
 @pytest.mark.parametrize("share", [0.05, 0.9])
-def test_an_anchor_enters_as_a_difference_or_as_a_copy(make_world: MakeWorld, share: float) -> None:
-    world = make_world("compact", MAPPABLE)
+def test_an_anchor_in_one_file_or_in_shards_enters_as_a_difference_or_as_a_copy(
+    make_world: MakeWorld, share: float, anchor_shard_bytes: int
+) -> None:
+    world = make_world("compact", MAPPABLE, anchor_shard_bytes=anchor_shard_bytes)
     world.step(share=share)
     world.publisher.finish()
     head = world.follower.head()
     anchor = next(x for x in head.links if x.kind == "anchor" and x.version == head.version)
+    assert len(anchor.shards) == (0 if anchor_shard_bytes == ANCHOR_SHARD_BYTES else 3)
 
     world.follow(world.follower.fetch([anchor]))
 
