@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from deltawire.job import Env, Job, Model, reward
 from deltawire.job.presets import PRESETS, parameters_of, preset_for
 from deltawire.job.resolve import resolve, setting_names
+from deltawire.job.spec import LoraSpec
 from deltawire.job.suggestion import nearest
 from deltawire.protocol.errors import JobError
 
@@ -63,20 +64,57 @@ def test_a_wrong_name_in_the_job_file_says_so() -> None:
         resolve(job(train={"learning_rate": 1e-5}))
 
 
-def test_arguments_of_the_world_and_of_peft_may_be_overridden() -> None:
+def test_arguments_of_the_world_may_be_overridden() -> None:
     resolved = resolve(
-        job(env=Env("letters", length=4), train={"lora": {"r": 8}}),
-        ["env.config.length=6", "train.lora.lora_alpha=16", "env.config.alphabet=xyz"],
+        job(env=Env("letters", length=4)), ["env.config.length=6", "env.config.alphabet=xyz"]
     )
     assert resolved.spec.env.config == {"length": 6, "alphabet": "xyz"}
-    assert resolved.spec.train.lora == {"r": 8, "lora_alpha": 16}
     assert resolved.world.config.length == 6  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize(
+    ("written", "overrides", "lora"),
+    [
+        ({}, [], None),
+        ({}, ["train.lora.rank=8"], LoraSpec(rank=8)),
+        ({}, ["train.lora=true"], LoraSpec()),
+        (
+            {},
+            ['train.lora={"rank": 8, "targets": ["q_proj"]}'],
+            LoraSpec(rank=8, targets=["q_proj"]),
+        ),
+        ({"lora": {}}, [], LoraSpec()),
+        ({"lora": {"rank": 8}}, ["train.lora.alpha=4"], LoraSpec(rank=8, alpha=4)),
+        ({"lora": {"rank": 8}}, ["train.lora=true"], LoraSpec(rank=8)),
+        ({"lora": {"rank": 8}}, ["train.lora=null"], None),
+        ({"lora": None}, ["train.lora.rank=2"], LoraSpec(rank=2)),
+    ],
+)
+def test_an_adapter_is_switched_on_by_any_of_its_settings(
+    written: dict[str, object], overrides: list[str], lora: LoraSpec | None
+) -> None:
+    assert resolve(job(train=written), overrides).spec.train.lora == lora
+
+
+def test_pefts_own_words_lead_to_ours() -> None:
+    for override in ("train.lora.r=8", "train.lora.lora_alpha=8", "train.lora.target_modules=x"):
+        with pytest.raises(JobError, match=r"did you mean 'train.lora.(rank|alpha|targets)'"):
+            resolve(job(), [override])
+    with pytest.raises(JobError, match=r"did you mean 'train\.lora\.rank'"):
+        resolve(job(train={"lora": {"r": 8}}))
+
+
+def test_an_adapter_learns_at_ten_times_the_presets_rate_and_at_a_given_one_as_it_is() -> None:
+    full, low = (resolve(job(), lora) for lora in ([], ["train.lora.rank=8"]))
+    assert low.spec.train.lr == pytest.approx(10 * full.spec.train.lr)
+    assert "LoRA" in low.origins["train.lr"]
+    assert resolve(job(), ["train.lora.rank=8", "train.lr=3e-5"]).spec.train.lr == 3e-5
+
+
 def test_resolving_does_not_change_the_job() -> None:
-    written = job(train={"lora": {"r": 8}})
-    resolve(written, ["train.lora.r=4"])
-    assert written.train == {"lora": {"r": 8}}
+    written = job(train={"lora": {"rank": 8}})
+    resolve(written, ["train.lora.rank=4"])
+    assert written.train == {"lora": {"rank": 8}}
 
 
 def test_a_world_that_counts_turns_follows_the_jobs_limit() -> None:

@@ -26,6 +26,10 @@ def _skip(base: int, version: int, size: int) -> Link:
     return _link(ObjectKind.SKIP, version, base, size)
 
 
+def _adapter(version: int, size: int = MB) -> Link:
+    return _link(ObjectKind.ADAPTER, version, None, size)
+
+
 def _link(kind: ObjectKind, version: int, base: int | None, size: int) -> Link:
     return Link(
         version=PolicyVersion(version),
@@ -84,6 +88,16 @@ def test_a_skip_file_serves_a_laggard() -> None:
     assert _keys(links, 1, 9)[0] == "delta 2"
 
 
+def test_an_adapter_goes_onto_any_version_but_not_onto_nothing() -> None:
+    links = [_anchor(0), _adapter(3), _delta(4, KB), _adapter(7)]
+    assert _keys(links, None, 7) == ["anchor 0", "adapter 7"]
+    assert _keys(links, 3, 7) == ["adapter 7"]
+    assert _keys(links, 3, 4) == ["delta 4"]
+    assert _keys(links, 1, 4) == ["adapter 3", "delta 4"]
+    with pytest.raises(VersionGap):
+        plan_route(links[1:], have=None, want=7)
+
+
 def test_a_round_trip_is_worth_some_bytes() -> None:
     links = [_delta(1, KB), _delta(2, KB), _skip(0, 2, 60 * KB)]
     assert _keys(links, 0, 2) == ["skip 0-2"]
@@ -108,6 +122,7 @@ def test_no_route_is_a_gap_that_names_both_ends(
 link_lists = st.lists(
     st.builds(_anchor, st.integers(0, 6), st.integers(0, 9).map(lambda n: n * MB))
     | st.builds(_delta, st.integers(1, 6), st.integers(0, 9).map(lambda n: n * MB))
+    | st.builds(_adapter, st.integers(1, 6), st.integers(0, 9).map(lambda n: n * MB))
     | st.tuples(st.integers(0, 5), st.integers(1, 6), st.integers(0, 9))
     .filter(lambda t: t[0] < t[1])
     .map(lambda t: _skip(t[0], t[1], t[2] * MB)),
@@ -128,7 +143,9 @@ def _every_route(links: list[Link], have: int | None, want: int) -> list[list[Li
             found.append(route)
             return
         for link in links:
-            fits = link.base_version is None or link.base_version == at
+            fits = link.base_version == at
+            if link.base_version is None:
+                fits = link.kind is ObjectKind.ANCHOR or at is not None
             if fits and link.version <= want and link.version not in seen:
                 walk(link.version, [*route, link], seen | {link.version})
 
@@ -149,5 +166,6 @@ def test_no_other_route_is_cheaper(links: list[Link], have: int | None, want: in
     at = have
     for link in route:
         assert link.base_version in (None, at)
+        assert at is not None or link.kind is ObjectKind.ANCHOR
         at = link.version
     assert at == want

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from deltawire.codec.adapter import read_adapter
 from deltawire.codec.compact import read_compact
 from deltawire.codec.container import Container
 from deltawire.codec.foreign import V1_ENCODINGS, foreign_header, is_foreign, read_v1
@@ -29,7 +30,7 @@ def read_header(path: Path) -> ObjectHeader:
 def decode_delta(
     path: Path, layout: Layout, old: OldValues | None = None, *, threads: int = 1
 ) -> list[SparsePatch]:
-    """The patches of a delta file, absolute and in layout order.
+    """The patches of a delta file, or of a whole adapter, absolute and in layout order.
 
     With `old` (the weights under the delta) every patch carries its old values, ready for
     ``check_digests`` and for undo. Relative encodings cannot be read without it (LayoutMismatch).
@@ -37,6 +38,8 @@ def decode_delta(
     container = Container(path)
     header = _header(container)
     _check_header(header, layout, foreign=is_foreign(container.metadata), name=container.name)
+    if header.is_adapter:
+        return read_adapter(container, layout, old)
     if header.encoding == "seed":
         patches = read_seed(container, header, layout)
         check_patches(patches, layout, name=container.name)
@@ -66,7 +69,7 @@ def _header(container: Container) -> ObjectHeader:
 
 
 def _check_header(header: ObjectHeader, layout: Layout, *, foreign: bool, name: str) -> None:
-    if not header.sparse:
+    if not header.sparse and not header.is_adapter:
         raise LayoutMismatch(f"{name}: an anchor, where a delta was expected")
     if foreign:
         return

@@ -15,7 +15,7 @@ key * 0xD6E8FEB86659FD93, x ^= x >> 32, * 0xBF58476D1CE4E5B9, x ^= x >> 29 and l
 """
 
 import string
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -70,22 +70,33 @@ def digest_full(named_bits: Iterable[tuple[str, BitArray]], layout: Layout) -> D
 
     Raises LayoutMismatch unless exactly the layout's tensors are given, each once and whole.
     """
+    missing = set(layout)
+
+    def each() -> Iterator[tuple[str, BitArray]]:
+        for name, bits in named_bits:
+            if name not in missing and name in layout:
+                raise LayoutMismatch(f"{name} was given twice")
+            missing.discard(name)
+            yield name, bits
+
+    digest = digest_part(each(), layout)
+    if missing:
+        raise LayoutMismatch(f"{len(missing)} tensors were not given, among them {min(missing)}")
+    return digest
+
+
+def digest_part(named_bits: Iterable[tuple[str, BitArray]], layout: Layout) -> Digest:
+    """What some of the layout's tensors add to the digest: parts of all of them sum up to it."""
     loops = kernels.load()
     digest = Digest()
-    missing = set(layout)
     for name, bits in named_bits:
         tensor = layout[name]
-        if name not in missing:
-            raise LayoutMismatch(f"{name} was given twice")
         if bits.size != tensor.numel or bits.dtype != tensor.bits:
             raise LayoutMismatch(
                 f"{name}: {tensor.numel} elements of {tensor.bits} expected, "
                 f"found {bits.size} of {bits.dtype}"
             )
-        missing.discard(name)
         digest = digest.plus(loops.digest_dense(bits, tensor.offset))
-    if missing:
-        raise LayoutMismatch(f"{len(missing)} tensors were not given, among them {min(missing)}")
     return digest
 
 
@@ -101,9 +112,10 @@ def check_digests(
 ) -> Digest:
     """The digest after the patches; raises DigestMismatch unless both ends of the header hold.
 
-    `held` is the running digest of the weights under the delta; patches carry `old`.
+    `held` is the running digest of the weights under the delta; patches carry `old`. A whole
+    adapter names no base: only where it leads is announced.
     """
-    if header.base_digest != str(held):
+    if header.base_digest != str(held) and not header.is_adapter:
         raise DigestMismatch(name, expected=header.base_digest, actual=str(held))
     new = held.updated(patches, layout)
     if header.new_digest != str(new):

@@ -14,13 +14,17 @@ from deltawire.job.dataset import DatasetWorld
 from deltawire.job.job import Env, Job, Model
 from deltawire.job.presets import PRESETS, Preset, parameters_of, preset_for, preset_named
 from deltawire.job.registry import make_world, world_name
-from deltawire.job.spec import EvalSpec, JobSpec
+from deltawire.job.spec import EvalSpec, JobSpec, LoraSpec, TrainSpec
 from deltawire.job.suggestion import unknown
 from deltawire.job.world import World
 from deltawire.protocol.errors import JobError
 
-_FREE = ("env.config.", "train.lora.")
-"""Below these any name may be set; the world or peft judges it."""
+_FREE = "env.config."
+"""Below it any name may be set; the world judges it."""
+_LORA = "train.lora"
+_LORA_LR_FACTOR = 10
+"""A preset's learning rate is for all weights; an adapter's best one is about ten times as high
+(Schulman et al. 2025, LoRA Without Regret)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +46,7 @@ def resolve(job: Job, overrides: Sequence[str] = ()) -> ResolvedJob:
     env = job.env if isinstance(job.env, Env) else Env(job.env)
     model = Model(job.model) if isinstance(job.model, str) else job.model
     from_file = dict(_from_file(job, env, model))
-    from_line = dict(_override(text) for text in overrides)
+    from_line = dict(pair for text in overrides for pair in _expanded(*_override(text)))
     preset = _preset(model, str(from_line.get("model.source", model.source)))
     layers = (
         (f"preset {preset.name}", preset.values),
@@ -53,8 +57,10 @@ def resolve(job: Job, overrides: Sequence[str] = ()) -> ResolvedJob:
     origins = {name: "default" for name, _ in leaves(JobSpec(name=job.name))}
     for origin, layer in layers:
         for name, value in layer.items():
-            values[name] = value
+            _put(values, name, value)
             origins[name] = origin
+    if values.get(_LORA) is not None or _mentions(values, f"{_LORA}."):
+        _raise_preset_lr(values, origins)
     spec = _spec(values, has_eval=job.eval is not None or _mentions(from_line, "eval."))
     given = "env.max_turns" in values
     world = make_world(
@@ -90,8 +96,9 @@ def leaves(model: BaseModel, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 
 def setting_names() -> list[str]:
-    """Every dotted name that may be set, evaluation included."""
-    return [name for name, _ in leaves(JobSpec(name="any", eval=EvalSpec()))]
+    """Every dotted name that may be set, evaluation and LoRA included."""
+    everything = JobSpec(name="any", eval=EvalSpec(), train=TrainSpec(lora=LoraSpec()))
+    return [*(name for name, _ in leaves(everything)), _LORA]
 
 
 def _from_file(job: Job, env: Env, model: Model) -> Iterator[tuple[str, object]]:
@@ -112,10 +119,40 @@ def _from_file(job: Job, env: Env, model: Model) -> Iterator[tuple[str, object]]
     known = setting_names()
     for section in ("sampling", "train", "sync", "eval"):
         for name, value in (getattr(job, section) or {}).items():
-            path = f"{section}.{name}"
-            if path not in known:
-                raise JobError(unknown("in the job file, setting", path, known))
-            yield path, value
+            for path, part in _expanded(f"{section}.{name}", value):
+                if path not in known:
+                    raise JobError(unknown("in the job file, setting", path, known))
+                yield path, part
+
+
+def _expanded(name: str, value: object) -> Iterator[tuple[str, object]]:
+    """`train.lora` may be given as a whole: its settings one by one, `{}` to switch it on with
+    defaults, None to switch it off."""
+    if name != _LORA:
+        yield name, value
+    elif isinstance(value, Mapping) and value:
+        yield from ((f"{_LORA}.{key}", part) for key, part in value.items())
+    else:
+        yield name, {} if value is True or value == {} else value or None
+
+
+def _put(values: dict[str, object], name: str, value: object) -> None:
+    """Set one name. A section set as a whole replaces its settings, and the other way round; `{}`
+    leaves them."""
+    below = [known for known in values if known.startswith(f"{name}.")]
+    if below and value == {}:
+        return
+    above = [known for known in values if name.startswith(f"{known}.")]
+    for known in [*below, *above]:
+        del values[known]
+    values[name] = value
+
+
+def _raise_preset_lr(values: dict[str, object], origins: dict[str, str]) -> None:
+    lr, origin = values["train.lr"], origins["train.lr"]
+    if isinstance(lr, float) and origin.startswith("preset"):
+        values["train.lr"] = _LORA_LR_FACTOR * lr
+        origins["train.lr"] = f"{origin}, {_LORA_LR_FACTOR} times it for LoRA"
 
 
 def _override(text: str) -> tuple[str, JsonValue]:

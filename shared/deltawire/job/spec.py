@@ -33,6 +33,18 @@ class EnvSpec(WireModel):
     """Arguments of the world."""
 
 
+class LoraSpec(WireModel):
+    """Train a low-rank adapter and leave the base model as it is."""
+
+    rank: int = Field(16, ge=1, le=512)
+    alpha: float | None = Field(None, gt=0)
+    """The adapter is scaled by alpha / rank; twice the rank when not given."""
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the layers that get one, such as q_proj; all-linear leaves out the output head."""
+    rank_stabilised: bool = False
+    """Scale by alpha / sqrt(rank), for high ranks."""
+
+
 class TrainSpec(WireModel):
     """The optimisation."""
 
@@ -76,8 +88,8 @@ class TrainSpec(WireModel):
     """Train on a group when at least this many of its rollouts are usable."""
     agents: list[str] = Field(default_factory=list)
     """Which agents' sequences are trained on, in a world with several; none named: all."""
-    lora: dict[str, JsonValue] | None = None
-    """peft's LoraConfig arguments (r, lora_alpha, target_modules); None trains all weights."""
+    lora: LoraSpec | None = None
+    """None trains all weights. Any of its settings, or `true`, switches it on."""
 
 
 class SyncSpec(WireModel):

@@ -5,12 +5,17 @@ from typing import Literal
 
 from pydantic import Field
 
+from deltawire.protocol.adapters import AdapterManifest
 from deltawire.protocol.errors import VersionGap
 from deltawire.protocol.layout import ObjectKind
 from deltawire.protocol.versions import BASE_VERSION, PolicyVersion
 from deltawire.protocol.wire_model import OpenWireModel
 
 CHAIN_SCHEMA = 1
+
+SwapMode = Literal["keep", "keep_kv", "drain", "abort"]
+"""keep: running requests go on, their KV recomputed under the new weights; keep_kv: they go on with
+the old KV; drain: they finish first; abort: they end and their caller resubmits with the prefix."""
 
 
 class TensorSpec(OpenWireModel):
@@ -42,6 +47,8 @@ class RunManifest(OpenWireModel):
     tied: dict[str, str] = Field(default_factory=dict)
     """Name that is not stored -> name that holds its data (tied weights)."""
     model_files: list[ModelFile] = Field(default_factory=list)
+    adapter: AdapterManifest | None = None
+    """Set in a LoRA run: only the adapter's tensors ever change."""
     created_at: float = 0.0
     """Unix seconds."""
 
@@ -63,13 +70,14 @@ class Link(OpenWireModel):
     key: str
     """Relative to the run. For a sharded object the first shard's key."""
     base_version: PolicyVersion | None = None
-    """The version it must be applied on; None for an anchor."""
+    """The version it must be applied on; None for an anchor, which needs nothing below it, and for
+    a whole adapter, which goes onto any version."""
     bytes: int
     sha256: str
     """Of the file; for a sharded object over the shards' sha256 in order."""
     new_digest: str
     encoding: str = "seed"
-    """seed, compact, classes, plain or packed (anchors)."""
+    """seed, compact, classes, plain or packed (anchors), adapter (whole adapters)."""
     changed: int | None = None
     total: int | None = None
     shards: list[Shard] = Field(default_factory=list)
@@ -90,6 +98,8 @@ class Head(OpenWireModel):
     """Random id of the trainer process that holds the run."""
     state: Literal["running", "finished"] = "running"
     links: list[Link] = Field(default_factory=list)
+    swap_mode: SwapMode | None = None
+    """What the job asks of replicas; None leaves it to them."""
     updated_at: float = 0.0
 
     def link_digest(self, version: int) -> str | None:
@@ -104,7 +114,8 @@ _OBJECT_COST_BYTES = 64 * 1024
 def plan_route(links: list[Link], *, have: int | None, want: int) -> list[Link]:
     """The cheapest list of objects that brings a replica from `have` to `want`, in order.
 
-    Cheapest by bytes, plus a fixed cost per object; an anchor starts from anything, even nothing.
+    Cheapest by bytes, plus a fixed cost per object; an anchor starts from anything, even nothing; a
+    whole adapter from any version, as all versions of its run have the same base.
     Dijkstra's algorithm over versions. Raises VersionGap when there is no route.
     """
     if have == want:
@@ -120,10 +131,17 @@ def plan_route(links: list[Link], *, have: int | None, want: int) -> list[Link]:
         if cost > best[at][0]:
             continue
         for link in links:
-            if link.version > want or (link.base_version is not None and link.base_version != at):
+            if link.version > want or not _applies(link, None if at == nowhere else at):
                 continue
             total = cost + link.bytes + _OBJECT_COST_BYTES
             if link.version not in best or total < best[link.version][0]:
                 best[link.version] = (total, [*best[at][1], link])
                 heapq.heappush(queue, (total, link.version))
     raise VersionGap(have=have, want=want)
+
+
+def _applies(link: Link, at: int | None) -> bool:
+    """Whether a replica that holds version `at` (None: nothing) can take this object."""
+    if link.base_version is not None:
+        return link.base_version == at
+    return link.kind is not ObjectKind.ADAPTER or at is not None

@@ -10,6 +10,7 @@ from typing import Self
 
 from pydantic import Field
 
+from deltawire.protocol.adapters import ADAPTER_ENCODING
 from deltawire.protocol.errors import MalformedObject
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.protocol.wire_model import WireModel
@@ -22,7 +23,7 @@ class ObjectHeader(WireModel):
     """The metadata of one anchor or delta file."""
 
     sparse: bool
-    """False for an anchor."""
+    """False for an anchor and for a whole adapter."""
     model_version: PolicyVersion
     base_version: PolicyVersion | None = None
     run_id: str = ""
@@ -35,9 +36,14 @@ class ObjectHeader(WireModel):
     new_digest: str = ""
 
     @property
+    def is_adapter(self) -> bool:
+        """Whether it is a whole adapter, which replaces that of whatever version is held."""
+        return self.encoding == ADAPTER_ENCODING and not self.sparse
+
+    @property
     def density(self) -> float:
-        """Share of elements that changed; 1.0 for an anchor."""
-        if not self.sparse:
+        """Share of elements that changed; 1.0 for an anchor, the adapter's share for an adapter."""
+        if not self.sparse and not self.is_adapter:
             return 1.0
         return self.num_changed / self.total_elements if self.total_elements else 0.0
 
