@@ -54,7 +54,7 @@ def layout_of(path: Path, given: Path | None) -> Layout:
 def inspect_lone(path: Path, manifest: Path | None) -> tuple[ObjectHeader, list[TensorChanges]]:
     """A lone file's header, and per tensor what it changes (nothing for an anchor)."""
     header = read_header(path)
-    if not header.sparse:
+    if not header.sparse and not header.is_adapter:
         return header, []
     return header, inspect_delta(path, layout_of(path, manifest))
 
@@ -62,12 +62,11 @@ def inspect_lone(path: Path, manifest: Path | None) -> tuple[ObjectHeader, list[
 def inspect_version(
     follower: Follower, version: int | None
 ) -> tuple[ObjectHeader, list[TensorChanges]]:
-    """The delta that leads to a version of a run, decoded on its base."""
+    """The delta (or whole adapter) that leads to a version of a run, decoded on its base."""
     head = follower.head()
     wanted = head.version if version is None else version
-    deltas = [
-        link for link in head.links if link.version == wanted and link.kind is ObjectKind.DELTA
-    ]
+    kinds = (ObjectKind.DELTA, ObjectKind.ADAPTER)
+    deltas = [link for link in head.links if link.version == wanted and link.kind in kinds][-1:]
     if not deltas:
         raise VersionGap(have=wanted - 1, want=wanted)
     base, _ = weights_at(follower, wanted - 1)
@@ -80,7 +79,7 @@ def check_lone(path: Path, manifest: Path | None) -> str:
     container = Container(path)
     header = read_header(path)
     layout = layout_of(path, manifest)
-    if header.sparse:
+    if header.sparse or header.is_adapter:
         inspect_delta(path, layout)
         return f"{path.name}: sound as a file; what it leads to shows only on its base"
     found = str(digest_full(iter_anchor(path, layout), layout))

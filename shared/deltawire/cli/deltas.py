@@ -166,16 +166,23 @@ def export(
     version: Annotated[
         int | None, typer.Option(help="Which version; the newest if left out.")
     ] = None,
+    merge_adapter: Annotated[
+        bool, typer.Option("--merge", help="Of a LoRA run: the adapter merged into the base.")
+    ] = False,
     run_id: RunId = None,
     cache: Cache = None,
 ) -> None:
-    """Write a version as a plain checkpoint folder that `from_pretrained` opens."""
-    from deltawire.sync.export import export_checkpoint
+    """Write a version as a plain checkpoint folder that `from_pretrained` opens; of a LoRA run as
+    an adapter folder that `peft` opens, or merged."""
+    from deltawire.sync.export import export_adapter, export_checkpoint
 
     with _following(store, run_id, cache) as follower:
         wanted = follower.head().version if version is None else version
-        digest = export_checkpoint(follower, wanted, out)
-    typer.echo(f"{out}: version {wanted}, digest {digest}")
+        adapts = follower.manifest().adapter is not None
+        as_adapter = adapts and not merge_adapter
+        digest = (export_adapter if as_adapter else export_checkpoint)(follower, wanted, out)
+    form = ", a PEFT adapter" if as_adapter else ", the adapter merged in" if adapts else ""
+    typer.echo(f"{out}: version {wanted}{form}, digest {digest}")
 
 
 @app.command()

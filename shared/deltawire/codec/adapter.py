@@ -14,6 +14,7 @@ from deltawire.protocol.adapters import (
     ADAPTER_CONFIG_KEY,
     ADAPTER_ENCODING,
     AdapterManifest,
+    adapter_key,
     adapter_part,
 )
 from deltawire.protocol.errors import LayoutMismatch
@@ -28,6 +29,27 @@ def adapter_layout(layout: Layout) -> Layout:
 def base_layout(layout: Layout) -> Layout:
     """The base model's tensors alone. They come first, so their positions are the run's."""
     return Layout(spec for spec in layout.specs if adapter_part(spec.name) is None)
+
+
+def check_adapter(layout: Layout, adapter: AdapterManifest) -> None:
+    """Raise LayoutMismatch unless each adapted layer has both halves, of the rank and of shapes
+    that fit its weight."""
+    part = adapter_layout(layout)
+    modules = {found.module for name in part if (found := adapter_part(name)) is not None}
+    if not modules:
+        raise LayoutMismatch("a LoRA run without a tensor of an adapter")
+    for module in sorted(modules):
+        weight = layout[f"{module}.weight"]
+        down, up = layout[adapter_key(module, "A")], layout[adapter_key(module, "B")]
+        fits = len(weight.shape) == 2 and (down.shape, up.shape) == (
+            (adapter.rank, weight.shape[1]),
+            (weight.shape[0], adapter.rank),
+        )
+        if not fits:
+            raise LayoutMismatch(
+                f"{module}: an adapter of rank {adapter.rank} with shapes {down.shape} and "
+                f"{up.shape} does not fit a weight of shape {weight.shape}"
+            )
 
 
 def write_adapter(

@@ -33,6 +33,8 @@ class AdapterManifest(OpenWireModel):
     """Last parts of the names of the layers that have an adapter, sorted."""
     base_model: str = ""
     """Hub id or a plain name, for people and for `peft`."""
+    base_digest: str = ""
+    """What the base model's tensors add to the digest of every version."""
 
     @property
     def scale(self) -> float:

@@ -1,7 +1,7 @@
 """What a LoRA run does otherwise: only the adapter's published bits are kept, a version goes up as
 a whole adapter or as a delta of it, and adapters can be merged into the base again."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -12,13 +12,15 @@ from deltawire.codec.bits import BitArray, tensor_of
 from deltawire.codec.diff import NamedTensors
 from deltawire.codec.digest import Digest, digest_part
 from deltawire.codec.patch import Layout, OldValues, SparsePatch
-from deltawire.protocol.adapters import AdapterManifest, adapter_key, adapter_part
+from deltawire.protocol.adapters import AdapterManifest, adapter_key
 from deltawire.protocol.chain import Link
-from deltawire.protocol.errors import LayoutMismatch
 from deltawire.protocol.header import ObjectHeader
 from deltawire.protocol.layout import ObjectKind
+from deltawire.protocol.versions import PolicyVersion
 from deltawire.store.base import Store
+from deltawire.sync.ledger import Ledger
 from deltawire.sync.published import WholeBits
+from deltawire.sync.retention import plan_links
 from deltawire.sync.upload import upload_object
 
 
@@ -30,25 +32,12 @@ class AdapterBits:
         self._adapter, self._base = adapter, base
 
     @classmethod
-    def out_of(cls, published: WholeBits, mine: WholeBits) -> Self:
-        """Of a run that was entered: what is published, and what this trainer holds.
-
-        Raises LayoutMismatch when this trainer's base is not the published one: what it trains
-        would not be what replicas serve.
-        """
-        layout = published.layout
-        part, base = adapter_layout(layout), base_layout(layout)
+    def out_of(cls, published: WholeBits) -> Self:
+        """Of a run that was entered; lets the base go."""
+        layout, part = published.layout, adapter_layout(published.layout)
         bits = dict(published.named_bits())
-        digest = digest_part(((name, bits[name]) for name in base), layout)
-        if published is not mine:
-            held = dict(mine.named_bits())
-            found = digest_part(((name, held[name]) for name in base), layout)
-            if found != digest:
-                raise LayoutMismatch(
-                    f"the base model here has digest {found}, the run was founded on {digest}; "
-                    "give the same model, or choose another run id"
-                )
-        return cls(layout, WholeBits(part, {n: bits[n].copy() for n in part}), base=digest)
+        adapter = WholeBits(part, {name: bits[name].copy() for name in part})
+        return cls(layout, adapter, base=base_digest(bits, layout))
 
     def diff(self, named_tensors: NamedTensors) -> list[SparsePatch]:
         """See PublishedBits. Tensors of the base are passed over."""
@@ -80,35 +69,62 @@ class AdapterBits:
         return self._adapter.named_bits()
 
 
+class WholeAdapters:
+    """Decides when a version goes up as a whole adapter, and sends it."""
+
+    def __init__(
+        self, store: Store, ledger: Ledger, bits: AdapterBits, adapter: AdapterManifest
+    ) -> None:
+        self._store, self._ledger, self._bits, self._adapter = store, ledger, bits, adapter
+        self._adapter_bytes = adapter_layout(bits.layout).nbytes
+
+    def better_than(self, delta_bytes: int) -> bool:
+        """Whether to send the whole adapter instead of a delta of this size."""
+        links = self._ledger.head.links
+        return goes_whole(links, delta_bytes=delta_bytes, adapter_bytes=self._adapter_bytes)
+
+    def upload(self, version: PolicyVersion, digest: Digest, folder: Path) -> Link:
+        """The adapter as it stands, a pending diff included, in the store and not linked yet."""
+        header = ObjectHeader(
+            sparse=False,
+            model_version=version,
+            run_id=self._ledger.head.run_id,
+            new_digest=str(digest),
+        )
+        path = folder / "adapter.safetensors"
+        written = write_adapter(
+            self._bits.named_bits(), header, path, layout=self._bits.layout, adapter=self._adapter
+        )
+        return self._ledger.under_free_key(
+            lambda epoch: upload_object(
+                self._store, path, written, kind=ObjectKind.ADAPTER, epoch=epoch
+            )
+        )
+
+    def outlived(self, link: Link, *, keep_versions: int) -> list[Link]:
+        """Links that no route needs once this one is there; none until there are many."""
+        if link.kind is not ObjectKind.ADAPTER:
+            return []
+        head = self._ledger.head
+        wider = head.model_copy(update={"version": link.version, "links": [*head.links, link]})
+        drop = plan_links(wider, keep_versions=keep_versions).drop
+        return drop if len(drop) >= keep_versions else []
+
+
 def goes_whole(links: Sequence[Link], *, delta_bytes: int, adapter_bytes: int) -> bool:
     """Whether a version goes up as a whole adapter and not as a delta.
 
-    A delta must save something, and those since the last whole adapter may not outweigh it: so a
+    Deltas since the last whole adapter, this one among them, may not outweigh an adapter: so a
     replica that joins fetches the base and at most two adapters' bytes.
     """
-    whole = [link.version for link in links if link.kind is not ObjectKind.DELTA]
-    since = [
-        link.bytes
-        for link in links
-        if link.kind is ObjectKind.DELTA and link.version > max(whole, default=0)
-    ]
+    whole = max((link.version for link in links if link.base_version is None), default=0)
+    since = [link.bytes for link in links if link.kind is ObjectKind.DELTA and link.version > whole]
     return sum(since) + delta_bytes >= adapter_bytes
 
 
-def upload_adapter(
-    store: Store,
-    bits: Iterable[tuple[str, BitArray]],
-    header: ObjectHeader,
-    *,
-    layout: Layout,
-    adapter: AdapterManifest,
-    epoch: int,
-    folder: Path,
-) -> Link:
-    """Write a whole adapter into `folder` and upload it under its own key."""
-    path = folder / "adapter.safetensors"
-    written = write_adapter(bits, header, path, layout=layout, adapter=adapter)
-    return upload_object(store, path, written, kind=ObjectKind.ADAPTER, epoch=epoch)
+def base_digest(bits: Mapping[str, BitArray], layout: Layout) -> Digest:
+    """What the base model adds to the digest of every version of a LoRA run."""
+    return digest_part(((name, bits[name]) for name in base_layout(layout)), layout)
 
 
 def merged(
@@ -127,24 +143,3 @@ def merged(
             change = tensor(up).float() @ tensor(down).float()
             weight = weight.float().add_(change, alpha=adapter.scale).to(weight.dtype)
         yield name, weight
-
-
-def check_adapter(layout: Layout, adapter: AdapterManifest) -> None:
-    """Raise LayoutMismatch unless each adapted layer has both halves, of the rank and of shapes
-    that fit its weight."""
-    part = adapter_layout(layout)
-    modules = {found.module for name in part if (found := adapter_part(name)) is not None}
-    if not modules:
-        raise LayoutMismatch("a LoRA run without a tensor of an adapter")
-    for module in sorted(modules):
-        weight = layout[f"{module}.weight"]
-        down, up = layout[adapter_key(module, "A")], layout[adapter_key(module, "B")]
-        fits = len(weight.shape) == 2 and (down.shape, up.shape) == (
-            (adapter.rank, weight.shape[1]),
-            (weight.shape[0], adapter.rank),
-        )
-        if not fits:
-            raise LayoutMismatch(
-                f"{module}: an adapter of rank {adapter.rank} with shapes {down.shape} and "
-                f"{up.shape} does not fit a weight of shape {weight.shape}"
-            )

@@ -1,7 +1,8 @@
 """Walk a run's chain from its oldest anchor and check every object that latest.json names.
 
-Each delta and skip file is decoded on the weights it is based on, each anchor read whole; after
-every version the digest is recomputed over all weights, so that the running digest is checked too.
+Each delta and skip file is decoded on the weights it is based on, each anchor read whole, each
+whole adapter laid onto the version before; after every version the digest is recomputed over all
+weights, so that the running digest is checked too.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +41,8 @@ def audit(follower: Follower) -> Iterator[Verdict]:
     for version in versions:
         for link in [link for link in left if link.version == version and _is_anchor(link)]:
             yield walk.anchor(link)
+        for link in [link for link in left if link.version == version and _is_adapter(link)]:
+            yield walk.adapter(link)
         for link in [link for link in left if link.base_version == version]:
             yield walk.delta(link)
         walk.advance(version)
@@ -60,6 +63,13 @@ class _Walk:
     def anchor(self, link: Link) -> Verdict:
         """Read an anchor; where the walk has no weights yet, stand on it."""
         return self._judged(link, self._read_anchor)
+
+    def adapter(self, link: Link) -> Verdict:
+        """Lay a whole adapter onto whatever version the walk stands on."""
+        if self._version is None:
+            self._seen.add(link.key)
+            return Verdict(link=link, problem="no version before it can be reached")
+        return self._judged(link, self._read_adapter)
 
     def delta(self, link: Link) -> Verdict:
         """Decode a delta or skip file on the weights it is based on."""
@@ -115,16 +125,33 @@ class _Walk:
             self._tensors.write(name, bits)
         self._version, self._digest, self._next = link.version, found, {}
 
+    def _read_adapter(self, link: Link, paths: list[Path]) -> None:
+        patches, digest = self._decoded(link, paths)
+        if self._version == link.version:
+            _same(link, self._digest)
+            return
+        scatter(self._tensors, patches)
+        self._version, self._digest, self._next = link.version, digest, {}
+        if _full(self._tensors) != digest:
+            self._version = None
+
     def _read_delta(self, link: Link, paths: list[Path]) -> None:
+        self._next[link.version] = self._decoded(link, paths)
+
+    def _decoded(self, link: Link, paths: list[Path]) -> tuple[list[SparsePatch], Digest]:
+        """The patches on the weights the walk stands on, and the digest after them."""
         layout = self._tensors.layout
         patches = decode_delta(paths[0], layout, self._tensors)
         header = read_header(paths[0])
-        digest = check_digests(header, patches, layout, held=self._digest, name=link.key)
-        self._next[link.version] = (patches, digest)
+        return patches, check_digests(header, patches, layout, held=self._digest, name=link.key)
 
 
 def _is_anchor(link: Link) -> bool:
     return link.kind is ObjectKind.ANCHOR
+
+
+def _is_adapter(link: Link) -> bool:
+    return link.kind is ObjectKind.ADAPTER
 
 
 def _full(tensors: LiveTensors) -> Digest:

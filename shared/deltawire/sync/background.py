@@ -110,6 +110,10 @@ class Background:
         self._store.delete([info.key for info in left])
         return [info.key for info in left]
 
+    def start_sweep(self) -> None:
+        """Sweep beside training."""
+        self._start("sweep", partial(self.sweep, grace_s=GRACE_S))
+
     def wait(self) -> None:
         """Return when nothing is being written."""
         if self._last is not None:
@@ -119,7 +123,7 @@ class Background:
         """Finish what was begun."""
         self._thread.shutdown(wait=True)
 
-    def _start(self, kind: str, work: Callable[[], None]) -> Future[None]:
+    def _start(self, kind: str, work: Callable[[], object]) -> Future[None]:
         version = self._ledger.head.version
 
         def border() -> None:
@@ -167,6 +171,6 @@ class Background:
         epoch = self._ledger.claim.epoch
         ahead = {
             object_key(kind, head.version + 1, epoch=epoch)
-            for kind in (ObjectKind.DELTA, ObjectKind.ANCHOR)
+            for kind in (ObjectKind.DELTA, ObjectKind.ANCHOR, ObjectKind.ADAPTER)
         }
         return ahead | {object_key(ObjectKind.ANCHOR, self._anchor_version, epoch=epoch)}

@@ -3,22 +3,27 @@
 Reads the store, writes local files. Everything on the way is verified against the chain.
 """
 
+import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from deltawire.codec.adapter import write_adapter
 from deltawire.codec.apply import LiveTensors, scatter
+from deltawire.codec.bits import BitArray, bits_of
 from deltawire.codec.container import Section, aligned, write_container
 from deltawire.codec.decode import decode_delta, read_header
 from deltawire.codec.digest import Digest, check_digests
 from deltawire.codec.encode import EncodeReport, Encoding, encode_delta
 from deltawire.codec.merge import merge_deltas
 from deltawire.codec.patch import Layout, SparsePatch
+from deltawire.protocol.adapters import ADAPTER_CONFIG_FILE, ADAPTER_WEIGHTS_FILE, adapter_part
 from deltawire.protocol.chain import Link
-from deltawire.protocol.errors import VersionGap
+from deltawire.protocol.errors import LayoutMismatch, VersionGap
 from deltawire.protocol.header import ObjectHeader
 from deltawire.protocol.layout import ObjectKind
 from deltawire.protocol.versions import PolicyVersion
+from deltawire.sync.adapters import merged
 from deltawire.sync.follower import Follower
 from deltawire.sync.replay import check_header, empty_tensors, replay
 
@@ -34,21 +39,48 @@ def weights_at(follower: Follower, version: int) -> tuple[LiveTensors, Digest]:
 
 
 def export_checkpoint(follower: Follower, version: int, folder: Path) -> Digest:
-    """A folder that transformers' `from_pretrained` opens: model files and model.safetensors."""
+    """A folder that transformers' `from_pretrained` opens: model files and model.safetensors.
+
+    Of a LoRA run: the base with the adapter merged into it. Returns the digest of the version.
+    """
     tensors, digest = weights_at(follower, version)
     folder.mkdir(parents=True, exist_ok=True)
     for path in follower.model_dir().iterdir():
         shutil.copyfile(path, folder / path.name)
-    layout = tensors.layout
-    sections = aligned(
-        [
-            Section(name=name, dtype=layout[name].dtype, shape=layout[name].shape, pieces=[bits])
-            for name, bits in tensors.named_bits()
-        ]
-    )
+    layout, adapter = tensors.layout, follower.manifest().adapter
+    named: Iterable[tuple[str, BitArray]] = tensors.named_bits()
+    if adapter is not None:
+        whole = merged(dict(named), layout, adapter)
+        named = ((name, bits_of(weight)) for name, weight in whole)
+    sections = [
+        Section(name=name, dtype=layout[name].dtype, shape=layout[name].shape, pieces=[bits])
+        for name, bits in named
+    ]
     part = folder / f".{WEIGHTS_FILE}.part"
-    write_container(part, sections, {"format": "pt"})
+    write_container(part, aligned(sections), {"format": "pt"})
     part.replace(folder / WEIGHTS_FILE)
+    return digest
+
+
+def export_adapter(follower: Follower, version: int, folder: Path) -> Digest:
+    """A folder that `peft` opens on the run's base model. LayoutMismatch for a run without one."""
+    adapter = follower.manifest().adapter
+    if adapter is None:
+        raise LayoutMismatch(f"run {follower.run_id!r} trains all weights: it has no adapter")
+    tensors, digest = weights_at(follower, version)
+    folder.mkdir(parents=True, exist_ok=True)
+    layout = tensors.layout
+    bits = ((name, held) for name, held in tensors.named_bits() if adapter_part(name) is not None)
+    header = ObjectHeader(
+        sparse=False,
+        model_version=PolicyVersion(version),
+        run_id=follower.run_id,
+        new_digest=str(digest),
+    )
+    part = folder / f".{ADAPTER_WEIGHTS_FILE}.part"
+    write_adapter(bits, header, part, layout=layout, adapter=adapter)
+    (folder / ADAPTER_CONFIG_FILE).write_text(json.dumps(adapter.peft_config(), indent=2))
+    part.replace(folder / ADAPTER_WEIGHTS_FILE)
     return digest
 
 

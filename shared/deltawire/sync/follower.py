@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from deltawire.codec.adapter import check_adapter
 from deltawire.codec.patch import Layout
 from deltawire.protocol.chain import Head, Link, ModelFile, RunManifest, Shard, plan_route
 from deltawire.protocol.control import WeightNotice
@@ -58,12 +59,14 @@ class Follower:
         if self._manifest is None:
             body, _ = self.store.read(in_run(self.run_id, RUN_KEY), max_bytes=_HEADER_ROOM_BYTES)
             manifest = parse_manifest(body, run_id=self.run_id)
-            found = Layout(manifest.tensors).digest
-            if found != manifest.layout_digest:
+            layout = Layout(manifest.tensors)
+            if layout.digest != manifest.layout_digest:
                 raise LayoutMismatch(
-                    f"{RUN_KEY}: its tensors have layout digest {found}, it says "
+                    f"{RUN_KEY}: its tensors have layout digest {layout.digest}, it says "
                     f"{manifest.layout_digest}"
                 )
+            if manifest.adapter is not None:
+                check_adapter(layout, manifest.adapter)
             self._manifest = manifest
         return self._manifest
 

@@ -29,19 +29,23 @@ def plan_links(head: Head, *, keep_versions: int) -> LinkPlan:
     """Keep every way to the newest version for a replica at most `keep_versions` behind, and for
     one that holds nothing.
 
-    The newest anchor at or before `head.version - keep_versions` is the floor; what leads only to
-    versions at or before the floor goes, but for that anchor. Without such an anchor all stays.
+    The newest anchor or whole adapter at or before `head.version - keep_versions` is the floor;
+    what leads only to versions at or before the floor goes, but for that object and the anchor
+    below it. Without such an object all stays.
     """
     oldest_served = head.version - keep_versions
-    anchors = [
-        link.version
-        for link in head.links
-        if link.kind is ObjectKind.ANCHOR and link.version <= oldest_served
+    alone = [
+        link for link in head.links if link.base_version is None and link.version <= oldest_served
     ]
-    if not anchors:
+    if not alone:
         return LinkPlan(keep=list(head.links), drop=[])
-    floor = max(anchors)
-    keep = [link for link in head.links if _leads_past(link, floor)]
+    floor = max(link.version for link in alone)
+    below = max((link.version for link in alone if link.kind is ObjectKind.ANCHOR), default=floor)
+    keep = [
+        link
+        for link in head.links
+        if _leads_past(link, floor) or (link.kind is ObjectKind.ANCHOR and link.version == below)
+    ]
     return LinkPlan(keep=keep, drop=[link for link in head.links if link not in keep])
 
 
