@@ -213,3 +213,33 @@ async def _finish_one(backend, ticket, group):
     await backend.trainer.issue([ticket])
     lease = await backend.producer.claim("p", timeout_s=5.0)
     assert await backend.producer.finish(lease, group)
+
+
+async def test_dead_letters_tell_their_ids_and_reasons_in_order(backend, make_ticket, make_group):
+    for n in range(3):
+        await _finish_one(backend, make_ticket(f"t-{n}"), make_group(f"t-{n}"))
+    for delivered in await backend.trainer.read(limit=3, timeout_s=5.0):
+        await backend.trainer.dead_letter(delivered, reason=f"of {delivered.group.group_id}")
+
+    first = await backend.trainer.dead_letters(limit=2)
+    rest = await backend.trainer.dead_letters(after=first[-1].entry_id)
+
+    assert [(d.id, d.reason) for d in first] == [("t-0", "of t-0"), ("t-1", "of t-1")]
+    assert [d.id for d in rest] == ["t-2"]
+    assert await backend.trainer.dead_letters(after=rest[-1].entry_id) == []
+
+
+async def test_a_late_group_of_an_acked_ticket_is_refused(backend, make_ticket, make_group):
+    await backend.trainer.issue([make_ticket()])
+    slow = await backend.producer.claim("slow", timeout_s=5.0)
+    await backend.age(40.0)
+    quick = await backend.producer.claim("quick", timeout_s=5.0)
+    assert await backend.producer.finish(quick, make_group(), idempotency_key="k") is True
+    [delivered] = await backend.trainer.read(limit=1, timeout_s=5.0)
+    await backend.trainer.ack([delivered.entry_id])
+
+    assert await backend.producer.finish(slow, make_group()) is False
+    assert await backend.producer.finish(quick, make_group(), idempotency_key="k") is True
+
+    depth = await backend.trainer.depth()
+    assert (depth.tickets_open, depth.groups_unread, depth.groups_pending) == (0, 0, 0)

@@ -120,6 +120,22 @@ async def test_a_redis_that_forgot_everything_is_used_again(redis_server, make_t
         assert (await streams.claim("p", timeout_s=5.0)).ticket.ticket_id == "t-1"
 
 
+async def test_what_was_acked_leaves_no_ids_behind(redis_server, make_ticket, make_group):
+    run_id = uuid.uuid4().hex
+    async with streams_at(redis_server.url, run_id=run_id, remembers_s=-1.0) as streams:
+        for n in range(5):
+            await streams.issue([make_ticket(f"t-{n}")])
+            lease = await streams.claim("p", timeout_s=5.0)
+            await streams.finish(lease, make_group(f"t-{n}"))
+        delivered = await streams.read(limit=5, timeout_s=5.0)
+        await streams.ack([d.entry_id for d in delivered])
+        admin = Redis.from_url(redis_server.url)
+        names = [key.decode() async for key in admin.scan_iter(f"deltawire:{{{run_id}}}:*")]
+        await admin.aclose()
+        # Streams stay, empty, for their consumer groups.
+        assert sorted(names) == [topics.groups_stream(run_id), topics.tickets_stream(run_id)]
+
+
 class BlackHole:
     """TCP in front of Redis whose connections can go silent without being closed."""
 

@@ -6,13 +6,14 @@ Runs beside training for the whole run. The streams may go away for a while: it 
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from deltawire.job.spec import JobSpec
 from deltawire.protocol.errors import StreamUnavailable
 from deltawire.protocol.rollouts import Ticket
-from deltawire.streams.base import TrainerStreams
+from deltawire.streams.base import DeadLetter, TrainerStreams, counted_reason
 from deltawire_trainer.guard import Guard
 from deltawire_trainer.intake import Intake, UsableGroup
 from deltawire_trainer.journal import Dropped, Issued, Journal
@@ -25,6 +26,8 @@ END_OF_RUN = "end_of_run"
 """Why tickets and groups are dropped when the last step is done."""
 _READ_S = 0.5
 """Longest wait for groups before tickets are looked after again."""
+_SHOWN = 32
+"""Dead letters that the status tells of."""
 _AWAY_S = 1.0
 """Pause before streams that could not be reached are tried again."""
 
@@ -72,6 +75,9 @@ class Feeder:
         self._position: Position | None = None
         self._taken = 0
         self._unsent: list[Ticket] = []
+        self.dead_letters: deque[DeadLetter] = deque(maxlen=_SHOWN)
+        """The newest entries that were set aside, by anybody."""
+        self._heeded = ""
         self._caught_up = False
         self._halted = False
         self._arrived = asyncio.Event()
@@ -133,22 +139,19 @@ class Feeder:
         await self._catch_up()
         await self._send()
         for group_id in await self._streams.cancel_open():
-            if self._ledger.fate(group_id) == "open":
-                self._journal.append(Dropped(group_id=group_id, reason=END_OF_RUN))
-                self._ledger.drop(group_id, END_OF_RUN)
+            self._write_off(group_id, END_OF_RUN)
         await self.intake.drain()
         await self.intake.drop_all(END_OF_RUN)
-        self._ledger.bury(await self._buried())
+        await self._heed_dead_letters()
 
     async def _issue(self) -> None:
         """Fill up to the staleness bound."""
         await self._send()
-        buried = await self._buried()
+        await self._heed_dead_letters()
         # From here to the journal without an await: position and ledger must be of one moment.
         position, spec = self._position, self._job.train
         if position is None or self.paused:
             return
-        self._ledger.bury(buried)
         ahead = self._ledger.open - self._taken
         count = room(
             open_groups=ahead,
@@ -207,6 +210,16 @@ class Feeder:
             max_staleness=self._guard.allowed_staleness(self._job.train.max_staleness),
         )
 
-    async def _buried(self) -> int:
-        """Entries in the dead letters that this trainer did not put there."""
-        return (await self._streams.depth()).dead - self.intake.dead_lettered
+    async def _heed_dead_letters(self) -> None:
+        """What the streams set aside will not come: another ticket takes its place."""
+        while letters := await self._streams.dead_letters(after=self._heeded):
+            for letter in letters:
+                if not self.intake.holds(letter.id):
+                    self._write_off(letter.id, f"dead_letter: {counted_reason(letter.reason)}")
+                self.dead_letters.append(letter)
+            self._heeded = letters[-1].entry_id
+
+    def _write_off(self, group_id: str, reason: str) -> None:
+        if self._ledger.fate(group_id) == "open":
+            self._journal.append(Dropped(group_id=group_id, reason=reason))
+            self._ledger.drop(group_id, reason)

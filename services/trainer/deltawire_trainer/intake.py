@@ -137,8 +137,6 @@ class Intake:
         self._to_ack: dict[str, None] = {}
         self.duplicates = 0
         """Deliveries of groups that already had their fate."""
-        self.dead_lettered = 0
-        """Entries that this intake set aside itself."""
         self.on_eval: Callable[[RolloutGroup], None] | None = None
         """Told of evaluation groups, which are never trained on."""
 
@@ -156,6 +154,10 @@ class Intake:
 
     async def drain(self) -> None:
         """Take delivery of everything there is: what an earlier process had not acked, and more."""
+    def holds(self, group_id: str) -> bool:
+        """Whether this group is here and waits for its step."""
+        return group_id in self._held
+
         while await self.read(timeout_s=0.0):
             pass
 
@@ -222,7 +224,6 @@ class Intake:
             await self._ack([delivered.entry_id])
             return
         if group.run_id not in ("", self._run_id):
-            self.dead_lettered += 1
             await self._streams.dead_letter(delivered, reason=f"of run {group.run_id!r}")
             return
         if self._is_known(delivered):

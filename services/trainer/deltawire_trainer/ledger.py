@@ -20,7 +20,6 @@ class Ledger:
         self._issued: dict[str, None] = {}
         self._trained: dict[str, int] = {}
         self._dropped: dict[str, str] = {}
-        self._buried = 0
         self._doubled = 0
         self._lost = 0
 
@@ -42,11 +41,6 @@ class Ledger:
     def drop(self, group_id: str, reason: str) -> None:
         """A group was left out on purpose."""
         self._dropped[group_id] = reason
-
-    def bury(self, total: int) -> None:
-        """The streams set aside this many entries so far that never reached the trainer."""
-        unsettled = len(self._issued) - len(self._trained) - len(self._dropped)
-        self._buried = max(self._buried, min(total, unsettled))
 
     def roll_back(self, step: int) -> list[str]:
         """Steps after `step` did not survive: their groups are open again. Returns their ids."""
@@ -80,19 +74,16 @@ class Ledger:
     @property
     def open(self) -> int:
         """Tickets and groups still under way."""
-        settled = len(self._trained) + len(self._dropped) + self._buried + self._lost
+        settled = len(self._trained) + len(self._dropped) + self._lost
         return max(0, len(self._issued) - settled)
 
     def counts(self) -> GroupCounts:
         """The account."""
-        dropped = Counter(self._dropped.values())
-        if self._buried:
-            dropped["dead_letter"] += self._buried
         return GroupCounts(
             issued=len(self._issued),
             trained=len(self._trained),
             open=self.open,
-            dropped=dict(dropped),
+            dropped=dict(Counter(self._dropped.values())),
             lost=self._lost,
             doubled=self._doubled,
         )

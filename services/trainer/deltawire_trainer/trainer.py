@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import median
 
 from deltawire.job.spec import JobSpec
-from deltawire.protocol.control import StepRecord, TrainerState, TrainerStatus
+from deltawire.protocol.control import SetAside, StepRecord, TrainerState, TrainerStatus
 from deltawire.protocol.versions import BASE_VERSION
 from deltawire.store.base import Store
 from deltawire_trainer.events import EventHub
@@ -97,6 +97,9 @@ class Trainer:
             "version": loop.publishing.publisher.version,
             "digest": loop.publishing.publisher.digest,
             "groups": loop.ledger.counts(),
+            "dead_letters": [
+                SetAside(id=letter.id, reason=letter.reason) for letter in loop.feeder.dead_letters
+            ],
             "history": list(loop.history),
             "replicas": await loop.publishing.replicas(),
             "waits_for": loop.waits_for,

@@ -177,6 +177,13 @@ TrainerState = Literal["starting", "waiting", "training", "paused", "finished", 
 
 
 class TrainerStatus(WireModel):
+class SetAside(WireModel):
+    """A ticket or group among the dead letters."""
+
+    id: str
+    reason: str
+
+
     """GET /status of the trainer."""
 
     service: Literal["trainer"] = "trainer"
@@ -207,6 +214,8 @@ class EnvironmentStatus(WireModel):
     environment_id: str
     worlds: list[str]
     active_sessions: int
+    dead_letters: list[SetAside] = Field(default_factory=list)
+    """The newest ones, oldest first."""
     max_sessions: int
     sessions_total: int
     steps_total: int

@@ -43,6 +43,11 @@ def finished_key(run_id: str) -> str:
     return f"deltawire:{{{run_id}}}:finished"
 
 
+def settled_key(run_id: str) -> str:
+    """Sorted set of group ids by the Unix millisecond of their ack: soon to be forgotten."""
+    return f"deltawire:{{{run_id}}}:settled"
+
+
 def counters_key(run_id: str) -> str:
     """Hash of counters that outlive the entries they count: `doubled`, `dead`, `dead:<reason>`."""
     return f"deltawire:{{{run_id}}}:counters"

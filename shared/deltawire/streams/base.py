@@ -16,6 +16,8 @@ from typing import Protocol
 from deltawire.protocol.control import ReplicaStatus
 from deltawire.protocol.rollouts import RolloutGroup, Ticket
 
+REMEMBERS_S = 3600.0
+"""How long the id of an acked group is still known: longer than anybody repeats a call."""
 LEASE_S = 45.0
 """How long a lease lasts unless the streams' URI says otherwise (`?lease_s=`)."""
 
@@ -55,6 +57,17 @@ class Depth:
     doubled: int = 0
     """Groups refused because the same id had been appended before."""
     dead_reasons: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadLetter:
+    """An entry that was set aside."""
+
+    entry_id: str
+    """Its place among the dead letters, in order of burial."""
+    id: str
+    """Of the ticket or group; empty when the entry named none."""
+    reason: str
 
 
 def counted_reason(reason: str) -> str:
@@ -114,6 +127,11 @@ class TrainerStreams(Protocol):
 
     async def dead_letter(self, delivered: DeliveredGroup, *, reason: str) -> None:
         """Set a group aside with a reason, and ack it."""
+        ...
+
+    async def dead_letters(self, *, after: str = "", limit: int = 256) -> list[DeadLetter]:
+        """What was set aside by anybody, oldest first, from behind the entry `after`. Only the
+        newest thousand or so are kept."""
         ...
 
     async def cancel_open(self) -> list[str]:

@@ -16,7 +16,15 @@ from dataclasses import dataclass
 from deltawire.protocol.control import ReplicaStatus
 from deltawire.protocol.errors import LeaseLost, ProtocolError
 from deltawire.protocol.rollouts import RolloutGroup, Ticket
-from deltawire.streams.base import LEASE_S, DeliveredGroup, Depth, Lease, counted_reason
+from deltawire.streams.base import (
+    LEASE_S,
+    REMEMBERS_S,
+    DeadLetter,
+    DeliveredGroup,
+    Depth,
+    Lease,
+    counted_reason,
+)
 from deltawire.streams.records import (
     check_belongs,
     decode_group,
@@ -41,6 +49,7 @@ class _OpenTicket:
 
 @dataclass(slots=True, kw_only=True)
 class _Group:
+    group_id: str
     body: bytes
     delivered: bool = False
 
@@ -64,7 +73,9 @@ class MemoryStreams:
         self._groups: dict[str, _Group] = {}
         self._issued: set[str] = set()
         self._finished: dict[str, str] = {}
-        self._dead: Counter[str] = Counter()
+        self._settled: dict[str, float] = {}
+        """Acked groups by the time of their ack: soon to be forgotten."""
+        self._dead: list[DeadLetter] = []
         self._doubled = 0
         self._replicas: dict[str, tuple[float, ReplicaStatus]] = {}
 
@@ -106,8 +117,10 @@ class MemoryStreams:
         return None
 
     def _bury_ticket(self, entry_id: str, reason: str) -> None:
-        del self._tickets[entry_id]
-        self._dead[counted_reason(reason)] += 1
+        self._bury(self._tickets.pop(entry_id).ticket_id, reason)
+
+    def _bury(self, named: str, reason: str) -> None:
+        self._dead.append(DeadLetter(entry_id=self._next_entry_id(), id=named, reason=reason))
 
     async def heartbeat(self, lease: Lease) -> None:
         """See base.py."""
@@ -124,7 +137,7 @@ class MemoryStreams:
         if known is None:
             if lease.entry_id not in self._tickets:
                 raise LeaseLost(f"ticket {group.group_id} is not open any more")
-            self._groups[self._next_entry_id()] = _Group(body=body)
+            self._groups[self._next_entry_id()] = _Group(group_id=group.group_id, body=body)
             self._finished[group.group_id] = key
         else:
             self._doubled += 1
@@ -182,17 +195,30 @@ class MemoryStreams:
         return groups
 
     def _bury_group(self, entry_id: str, reason: str) -> None:
-        if self._groups.pop(entry_id, None) is not None:
-            self._dead[counted_reason(reason)] += 1
+        group = self._groups.pop(entry_id, None)
+        if group is not None:
+            self._bury(group.group_id, reason)
 
     async def ack(self, entry_ids: Many[str]) -> None:
         """See base.py."""
+        now = self._clock()
         for entry_id in entry_ids:
-            self._groups.pop(entry_id, None)
+            group = self._groups.pop(entry_id, None)
+            if group is not None:
+                self._settled[group.group_id] = now
+        for group_id in [g for g, at in self._settled.items() if now - at > REMEMBERS_S]:
+            del self._settled[group_id]
+            self._issued.discard(group_id)
+            self._finished.pop(group_id, None)
 
     async def dead_letter(self, delivered: DeliveredGroup, *, reason: str) -> None:
         """See base.py."""
         self._bury_group(delivered.entry_id, reason)
+
+    async def dead_letters(self, *, after: str = "", limit: int = 256) -> list[DeadLetter]:
+        """See base.py."""
+        place = [letter.entry_id for letter in self._dead].index(after) + 1 if after else 0
+        return self._dead[place : place + limit]
 
     async def cancel_open(self) -> list[str]:
         """See base.py."""
@@ -207,9 +233,9 @@ class MemoryStreams:
             tickets_open=len(self._tickets),
             groups_unread=len(self._groups) - pending,
             groups_pending=pending,
-            dead=self._dead.total(),
+            dead=len(self._dead),
             doubled=self._doubled,
-            dead_reasons=dict(self._dead),
+            dead_reasons=dict(Counter(counted_reason(letter.reason) for letter in self._dead)),
         )
 
     async def replicas(self) -> list[ReplicaStatus]:

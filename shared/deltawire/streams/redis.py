@@ -26,7 +26,15 @@ from deltawire.protocol.errors import LeaseLost, ProtocolError, StreamError, Str
 from deltawire.protocol.rollouts import ROLLOUT_SCHEMA, RolloutGroup, Ticket
 from deltawire.streams import scripts
 from deltawire.streams.backoff import backoff_s
-from deltawire.streams.base import LEASE_S, DeliveredGroup, Depth, Lease, counted_reason
+from deltawire.streams.base import (
+    LEASE_S,
+    REMEMBERS_S,
+    DeadLetter,
+    DeliveredGroup,
+    Depth,
+    Lease,
+    counted_reason,
+)
 from deltawire.streams.records import (
     check_belongs,
     check_schema,
@@ -70,7 +78,9 @@ class RedisStreams:
         lease_s: float = LEASE_S,
         max_deliveries: int = 4,
         patience_s: float = 30.0,
+        remembers_s: float = REMEMBERS_S,
     ) -> None:
+        """`remembers_s`: how long the id of an acked group is still known."""
         self._redis = client
         self._run_id = run_id
         self._tickets = topics.tickets_stream(run_id)
@@ -78,14 +88,15 @@ class RedisStreams:
         self._dead = topics.dead_letters_stream(run_id)
         self._counters = topics.counters_key(run_id)
         self._lease_ms = int(lease_s * 1000)
+        self._remembers_ms = int(remembers_s * 1000)
         self._max_deliveries = max_deliveries
         self._patience_s = patience_s
         self._has_groups = False
         self._recovery_cursor: str | None = "0-0"
         """Where the first reading of unacked groups stands; None when it is through."""
         self._keys = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
-        self._handed_out: set[str] = set()
-        """Groups given to this process and not acked: never given twice."""
+        self._handed_out: dict[str, str] = {}
+        """Groups given to this process and not acked, never given twice: entry id -> group id."""
 
     # -- producers --------------------------------------------------------------------------------
 
@@ -222,7 +233,7 @@ class RedisStreams:
             # What was on its way to us is pending now: the next call must look there.
             self._recovery_cursor = "0-0"
             raise
-        self._handed_out.update(group.entry_id for group in groups)
+        self._handed_out.update({d.entry_id: d.group.group_id for d in groups})
         return groups
 
     async def _read_unacked(self, limit: int) -> list[DeliveredGroup]:
@@ -266,13 +277,36 @@ class RedisStreams:
         """See base.py. Acked entries are freed."""
         if not entry_ids:
             return
-        await self._script(scripts.ACK, [self._groups], [topics.CONSUMER_GROUP_TRAINER, *entry_ids])
-        self._handed_out.difference_update(entry_ids)
+        pairs: list[bytes | str | int] = []
+        for entry_id in entry_ids:
+            pairs += [entry_id, self._handed_out.get(entry_id, "")]
+        await self._script(
+            scripts.ACK,
+            [
+                self._groups, topics.issued_key(self._run_id), topics.finished_key(self._run_id),
+                topics.settled_key(self._run_id),
+            ],
+            [topics.CONSUMER_GROUP_TRAINER, self._remembers_ms, *pairs],
+        )  # fmt: skip
+        for entry_id in entry_ids:
+            self._handed_out.pop(entry_id, None)
 
     async def dead_letter(self, delivered: DeliveredGroup, *, reason: str) -> None:
         """See base.py."""
         await self._bury(self._groups, topics.CONSUMER_GROUP_TRAINER, delivered.entry_id, reason)
-        self._handed_out.discard(delivered.entry_id)
+        self._handed_out.pop(delivered.entry_id, None)
+
+    async def dead_letters(self, *, after: str = "", limit: int = 256) -> list[DeadLetter]:
+        """See base.py."""
+        reply = await self._script(scripts.DEAD_LETTERS, [self._dead], [after or "0-0", limit])
+        return [
+            DeadLetter(
+                entry_id=entry_id.decode(),
+                id=named.decode(errors="replace"),
+                reason=reason.decode(errors="replace"),
+            )
+            for entry_id, named, reason in cast("list[tuple[bytes, bytes, bytes]]", reply)
+        ]
 
     async def cancel_open(self) -> list[str]:
         """See base.py."""

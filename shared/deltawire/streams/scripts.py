@@ -101,15 +101,34 @@ return known and 0 or 1
 """
 """Append the group and ack its ticket."""
 
-ACK = """
--- KEYS: stream. ARGV: group, then entry ids.
-for i = 2, #ARGV do
+_NOW_MS = """
+local clock = redis.call('TIME')
+local now_ms = clock[1] * 1000 + math.floor(clock[2] / 1000)
+"""
+
+ACK = (
+    _NOW_MS
+    + """
+-- KEYS: groups, issued, finished, settled.
+-- ARGV: group, ms for which ids are remembered, then (entry id, group id) pairs.
+for i = 3, #ARGV, 2 do
   redis.call('XACK', KEYS[1], ARGV[1], ARGV[i])
   redis.call('XDEL', KEYS[1], ARGV[i])
+  if ARGV[i + 1] ~= '' then
+    redis.call('ZADD', KEYS[4], now_ms, ARGV[i + 1])
+  end
 end
-return #ARGV - 1
+local old = redis.call('ZRANGEBYSCORE', KEYS[4], '-inf', now_ms - ARGV[2], 'LIMIT', 0, 1000)
+if #old > 0 then
+  redis.call('SREM', KEYS[2], unpack(old))
+  redis.call('HDEL', KEYS[3], unpack(old))
+  redis.call('ZREM', KEYS[4], unpack(old))
+end
+return (#ARGV - 2) / 2
 """
-"""Ack entries and free them; nothing else ever trims a stream."""
+)
+"""Ack groups and free them. Their ids are known for a while longer, to whoever repeats a call whose
+answer was lost. Nothing else trims a stream."""
 
 BURY = (
     _BURY
@@ -120,6 +139,18 @@ return 1
 """
 )
 """Move an entry to the dead letters with its reason."""
+
+DEAD_LETTERS = """
+-- KEYS: dead. ARGV: the entry before the first, how many. Returns entry id, id, reason of each.
+local found = {}
+for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '(' .. ARGV[1], '+', 'COUNT', ARGV[2])) do
+  local told = {id = '', reason = ''}
+  for i = 1, #entry[2], 2 do told[entry[2][i]] = entry[2][i + 1] end
+  found[#found + 1] = {entry[1], told.id, told.reason}
+end
+return found
+"""
+"""Dead letters without their bodies."""
 
 CANCEL_OPEN = """
 -- KEYS: tickets. ARGV: group. Returns the ids of the tickets withdrawn.
@@ -141,11 +172,6 @@ return {redis.call('XLEN', KEYS[1]), redis.call('XLEN', KEYS[2]),
         redis.call('XPENDING', KEYS[2], ARGV[1])[1], redis.call('HGETALL', KEYS[3])}
 """
 """Open tickets, groups, groups delivered and not acked, counters."""
-
-_NOW_MS = """
-local clock = redis.call('TIME')
-local now_ms = clock[1] * 1000 + math.floor(clock[2] / 1000)
-"""
 
 REGISTER = (
     _NOW_MS
