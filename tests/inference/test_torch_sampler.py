@@ -95,3 +95,31 @@ def test_a_wide_nucleus_is_found_beyond_the_guess() -> None:
 def test_logits_that_are_no_numbers_are_an_error() -> None:
     with pytest.raises(EngineError, match="not finite"):
         draw(torch.tensor([[0.0, math.nan]]), [Ask(sampling=Sampling(), uniform=0.1)])
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=1e-45),
+        Sampling(temperature=1e-30, top_k=2),
+        Sampling(temperature=1e38),
+        Sampling(top_p=5e-324),
+        Sampling(top_p=1e-45, top_k=3),
+        Sampling(top_k=2**70),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("uniform", [0.0, 0.5, 1.0])
+def test_whatever_a_request_may_ask_for_draws_a_token(sampling: Sampling, uniform: float) -> None:
+    logits = torch.tensor([[30.0, -2.0, 31.0, 1.0]])
+    ask = Ask(sampling=sampling, uniform=uniform, top_logprobs=4, want_allowed=True)
+    (drawn,) = draw(logits, [ask])
+    assert 0 <= drawn.token_id < 4
+    assert math.isfinite(drawn.logprob)
+    assert all(map(math.isfinite, drawn.top_logprobs.values()))
+
+
+def test_a_temperature_next_to_nothing_is_greedy() -> None:
+    logits = torch.tensor([[1.0, 1.001, 0.0]])
+    (drawn,) = draw(logits, [Ask(sampling=Sampling(temperature=1e-12), uniform=0.1)])
+    assert drawn.token_id == 1

@@ -17,7 +17,7 @@ MOST_COMPLETIONS = 256
 class Sampling(WireModel):
     """How tokens are drawn. Behaviour logprobs are those of the distribution sampled from."""
 
-    temperature: float = Field(1.0, ge=0.0)
+    temperature: float = Field(1.0, ge=0.0, allow_inf_nan=False)
     """0 is greedy."""
     top_p: float = Field(1.0, gt=0.0, le=1.0)
     top_k: int = Field(0, ge=0)

@@ -15,6 +15,10 @@ from deltawire.protocol.generation import Sampling
 
 _LARGEST_UNIFORM = 1.0 - 2.0**-23
 """Below 1 by enough that its product with a sum of fp32 stays below that sum."""
+_COLDEST = 1e-5
+"""Colder than this is greedy: a logit divided by less may leave fp32."""
+_SMALLEST_TOP_P = torch.finfo(torch.float32).tiny
+"""A smaller one is 0 in fp32, below which no token's mass lies."""
 _NUCLEUS_GUESS = 1024
 """A nucleus is mostly smaller than this; sorting the whole vocabulary is the slow way."""
 
@@ -42,7 +46,9 @@ class Draw:
 
 def draw(logits: torch.Tensor, asks: Sequence[Ask]) -> list[Draw]:
     """logits [rows, vocabulary], one ask a row. EngineError when logits are not finite."""
-    temperatures = [ask.sampling.temperature or 1.0 for ask in asks]
+    temperatures = [
+        1.0 if _is_greedy(ask.sampling) else ask.sampling.temperature for ask in asks
+    ]
     scale = torch.tensor(temperatures, device=logits.device)[:, None]
     logprobs = torch.log_softmax(logits.float() / scale, dim=-1)
     allowed = {
@@ -74,12 +80,16 @@ def _choose(logprobs: torch.Tensor, asks: Sequence[Ask]) -> torch.Tensor:
     targets = torch.tensor(uniforms, device=logprobs.device)[:, None] * totals
     # `right`: the first index whose sum exceeds the target; its own share is never zero.
     drawn = torch.searchsorted(cumulative, targets, right=True)[:, 0]
-    greedy = torch.tensor([ask.sampling.temperature == 0 for ask in asks], device=logprobs.device)
+    greedy = torch.tensor([_is_greedy(ask.sampling) for ask in asks], device=logprobs.device)
     return torch.where(greedy, logprobs.argmax(dim=-1), drawn) if greedy.any() else drawn
 
 
+def _is_greedy(sampling: Sampling) -> bool:
+    return sampling.temperature < _COLDEST
+
+
 def _is_truncated(sampling: Sampling) -> bool:
-    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1.0)
+    return not _is_greedy(sampling) and (sampling.top_k > 0 or sampling.top_p < 1.0)
 
 
 def _truncate(logprobs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
@@ -96,7 +106,7 @@ def _truncate(logprobs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
             values, ids = logprobs.sort(descending=True)
     # A token stays while the mass before it is below top_p: at least one always does.
     before = values.exp().cumsum(0) - values.exp()
-    kept = ids[before < sampling.top_p]
+    kept = ids[before < max(sampling.top_p, _SMALLEST_TOP_P)]
     values = logprobs[kept]
     logprobs.fill_(float("-inf"))
     logprobs[kept] = values - values.logsumexp(0)
@@ -104,7 +114,9 @@ def _truncate(logprobs: torch.Tensor, sampling: Sampling) -> torch.Tensor:
 
 
 def _likeliest(logprobs: torch.Tensor, count: int) -> dict[int, float]:
+    """At most `count` of the ids that can be drawn."""
     if not count:
         return {}
     values, ids = logprobs.topk(min(count, logprobs.numel()))
-    return dict(zip(ids.tolist(), values.tolist(), strict=True))
+    likely = zip(ids.tolist(), values.tolist(), strict=True)
+    return {token_id: logprob for token_id, logprob in likely if logprob > float("-inf")}
