@@ -15,7 +15,7 @@ from deltawire_trainer.advantages import advantages_of, batch_normalised, leave_
 from deltawire_trainer.correction import OPSM_KL, RULES, correct
 from deltawire_trainer.guard import PATIENCE, Guard, Signals
 from deltawire_trainer.optimizer import learning_rate
-from deltawire_trainer.samples import batch_samples, sample_of
+from deltawire_trainer.samples import Weighing, batch_samples, sample_of
 from deltawire_trainer.staleness import effective_sample_size, mismatch_kl, version_spread
 from deltawire_trainer.tickets import TicketBook, oldest_start, room
 
@@ -107,7 +107,7 @@ def test_agents_of_an_episode_are_compared_with_their_like() -> None:
         return Rollout(rollout_id=name, sequences=sequences, reward=maker + breaker)
 
     group = [episode("a", 1.0, 10.0), episode("b", 0.0, 30.0)]
-    samples = batch_samples([("g", group)], algorithm="dr_grpo", group_size=2)
+    samples = batch_samples([("g", group)], Weighing(algorithm="dr_grpo", group_size=2))
 
     found = {sample.rollout_id: sample.advantage for sample in samples}
     assert found == {"a": 0.5, "b": -0.5, "a/1": -10.0, "b/1": 10.0}
@@ -122,7 +122,8 @@ def test_only_the_chosen_agents_are_trained_on() -> None:
         for name, reward in (("a", 1.0), ("b", 0.0))
     ]
 
-    samples = batch_samples([("g", group)], algorithm="dr_grpo", group_size=2, agents=["breaker"])
+    weighing = Weighing(algorithm="dr_grpo", group_size=2)
+    samples = batch_samples([("g", group)], weighing, agents=["breaker"])
 
     assert {sample.rollout_id: sample.advantage for sample in samples} == {"a/1": 0.5, "b/1": -0.5}
 
@@ -133,7 +134,7 @@ def test_a_lone_sequence_has_its_episodes_reward() -> None:
         for name, reward in (("a", 2.0), ("b", 0.0))
     ]
 
-    samples = batch_samples([("g", group)], algorithm="dr_grpo", group_size=2)
+    samples = batch_samples([("g", group)], Weighing(algorithm="dr_grpo", group_size=2))
 
     assert [sample.advantage for sample in samples] == [1.0, -1.0]
 
@@ -372,6 +373,37 @@ def test_no_group_is_born_stale(
             version += 1
     if since < sync_every:
         assert version - start <= bound
+
+
+@pytest.mark.parametrize(
+    ("steps_left", "open_groups", "count"), [(9, 0, 10), (9, 8, 2), (1, 0, 6), (0, 0, 0)]
+)
+def test_over_sampling_orders_more_than_any_step_needs(
+    steps_left: int, open_groups: int, count: int
+) -> None:
+    found = room(
+        open_groups=open_groups, groups_per_step=4, depth=1, steps_left=steps_left, oversample=2
+    )
+
+    assert found == count
+
+
+def test_groups_ordered_beyond_those_needed_may_start_at_once() -> None:
+    """Four are needed, six are ordered: the last two must not wait for the next version."""
+    starts = [
+        oldest_start(
+            live_version=5,
+            steps_since_sync=0,
+            ahead=ahead,
+            groups_per_step=4,
+            sync_every=1,
+            max_staleness=0,
+            oversample=2,
+        )
+        for ahead in range(7)
+    ]
+
+    assert starts == [5, 5, 5, 5, 5, 5, 6]
 
 
 def test_tickets_of_a_number_are_always_the_same() -> None:

@@ -164,9 +164,7 @@ class _Forest:
             targets=_joined([s.token_ids[s.trained] for s in self.samples]),
             sample_index=torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)),
             behaviour_logprobs=_joined([s.behaviour_logprobs for s in self.samples]),
-            advantages=torch.tensor(
-                [s.advantage for s in self.samples], dtype=torch.float32
-            ).repeat_interleave(torch.tensor(lengths)),
+            advantages=_joined([s.advantages for s in self.samples]),
             versions=_joined([s.versions for s in self.samples]),
             samples=tuple(self.samples),
         )

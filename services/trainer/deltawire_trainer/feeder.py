@@ -158,6 +158,7 @@ class Feeder:
             groups_per_step=spec.groups_per_step,
             depth=self._guard.allowed_depth(spec.max_staleness),
             steps_left=position.steps_left,
+            oversample=spec.oversample_groups,
         )
         if position.newest_start is not None:
             starts = [self._oldest_start(position, ahead + index) for index in range(count)]
@@ -208,6 +209,7 @@ class Feeder:
             groups_per_step=self._job.train.groups_per_step,
             sync_every=self._job.sync.sync_every,
             max_staleness=self._guard.allowed_staleness(self._job.train.max_staleness),
+            oversample=self._job.train.oversample_groups,
         )
 
     async def _heed_dead_letters(self) -> None:

@@ -13,6 +13,7 @@ from deltawire.job.spec import JobSpec
 from deltawire.protocol.rollouts import Rollout, RolloutGroup
 from deltawire.protocol.rollouts import Sequence as TokenSequence
 from deltawire.streams.base import DeliveredGroup, TrainerStreams
+from deltawire_trainer.credit import Credit, scores_of
 from deltawire_trainer.journal import Dropped, Journal
 from deltawire_trainer.ledger import Ledger
 from deltawire_trainer.losses.algorithms import ALGORITHMS
@@ -28,6 +29,8 @@ class Rules:
     min_group: int
     needs_spread: bool
     """Groups whose rewards are all equal teach nothing and are replaced (dynamic sampling)."""
+    credit: Credit = "episode"
+    """Scores inside an episode that teach as well."""
     agents: tuple[str, ...] = ()
     """Whose sequences are trained on; none named: all."""
 
@@ -39,6 +42,7 @@ class Rules:
             group_size=job.train.group_size,
             min_group=min(job.train.min_group, job.train.group_size),
             needs_spread=ALGORITHMS[job.train.algorithm].dynamic_sampling,
+            credit=job.train.credit,
             agents=tuple(job.train.agents),
         )
 
@@ -84,8 +88,11 @@ def judge(group: RolloutGroup, rules: Rules, *, live_version: int, max_staleness
     )
     if len(fresh) < rules.min_group:
         return Verdict(reason="stale")
-    rewards = {group.rollouts[index].reward for index in fresh}
-    if rules.needs_spread and len(rewards) == 1:
+    earned = {
+        (group.rollouts[index].reward, scores_of(group.rollouts[index], rules.credit))
+        for index in fresh
+    }
+    if rules.needs_spread and len(earned) == 1:
         return Verdict(reason="no_signal")
     return Verdict(keep=fresh)
 
@@ -109,6 +116,8 @@ def is_sound(rollout: Rollout, *, vocabulary: int) -> bool:
 def _sequence_is_sound(sequence: TokenSequence, vocabulary: int) -> bool:
     return (
         math.isfinite(sequence.reward)
+        and all(math.isfinite(score) for score in sequence.token_rewards or ())
+        and all(math.isfinite(turn.reward or 0.0) for turn in sequence.turns)
         and all(math.isfinite(logprob) for logprob in sequence.logprobs)
         and all(0 <= token < vocabulary for token in sequence.token_ids)
     )
@@ -145,6 +154,10 @@ class Intake:
         """Groups waiting for their step."""
         return len(self._held)
 
+    def holds(self, group_id: str) -> bool:
+        """Whether this group is here and waits for its step."""
+        return group_id in self._held
+
     async def read(self, *, timeout_s: float, limit: int = 64) -> int:
         """Take delivery of what has arrived. Returns how many entries that were."""
         arrived = await self._streams.read(limit=limit, timeout_s=timeout_s)
@@ -154,10 +167,6 @@ class Intake:
 
     async def drain(self) -> None:
         """Take delivery of everything there is: what an earlier process had not acked, and more."""
-    def holds(self, group_id: str) -> bool:
-        """Whether this group is here and waits for its step."""
-        return group_id in self._held
-
         while await self.read(timeout_s=0.0):
             pass
 

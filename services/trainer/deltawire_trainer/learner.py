@@ -139,7 +139,7 @@ class Learner:
         """Samples that can move the policy: without an advantage only a regulariser can."""
         if self._spec.kl_coef or self._spec.entropy_coef:
             return list(samples)
-        return [sample for sample in samples if sample.advantage != 0.0]
+        return [sample for sample in samples if sample.has_signal]
 
     def _backward(self, batch: PackedBatch, totals: Totals, tally: _Tally) -> float:
         """Add one micro-batch's gradient; returns its share of the loss."""

@@ -32,7 +32,7 @@ from deltawire_trainer.opening import OpenRun
 from deltawire_trainer.publishing import Publishing
 from deltawire_trainer.resume import adopt_head, last_published
 from deltawire_trainer.rollout_log import RolloutLog
-from deltawire_trainer.samples import TrainingSample, batch_samples
+from deltawire_trainer.samples import TrainingSample, Weighing, batch_samples
 
 log = logging.getLogger(__name__)
 
@@ -219,8 +219,7 @@ class TrainingLoop:
         spec = self.job.train
         return batch_samples(
             [(usable.group.group_id, usable.rollouts) for usable in groups],
-            algorithm=spec.algorithm,
-            group_size=spec.group_size,
+            Weighing.of(spec),
             agents=spec.agents,
         )
 

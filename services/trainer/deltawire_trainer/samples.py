@@ -1,17 +1,20 @@
-"""Training samples: token sequences with mask, behaviour logprobs and one advantage each.
+"""Training samples: token sequences with mask, behaviour logprobs and advantages.
 
 A group becomes one sample per sequence of each usable rollout. Nothing is re-tokenised: the ids
 trained on are the ids sampled.
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as PySequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from deltawire.job.spec import TrainSpec
 from deltawire.protocol.rollouts import Rollout, Sequence
 from deltawire_trainer.advantages import advantages_of
+from deltawire_trainer.credit import Credit, Units, token_advantages, units_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +36,9 @@ class TrainingSample:
     versions: NDArray[np.int64]
     """[tokens] policy version that sampled each."""
     advantage: float = 0.0
+    """Of the episode, for every token."""
+    credit: NDArray[np.float64] | None = None
+    """[tokens] what each token's own turn or token scores add to it (see credit.py)."""
     sampling_mask: list[list[int]] | None = None
     """[tokens] ids that could have been drawn, where top-p or top-k was used."""
 
@@ -46,9 +52,16 @@ class TrainingSample:
         """Oldest policy version of any trained token."""
         return int(self.versions.min())
 
-    def with_advantage(self, advantage: float) -> "TrainingSample":
-        """The same sample, weighed."""
-        return replace(self, advantage=advantage)
+    @property
+    def advantages(self) -> NDArray[np.float32]:
+        """[tokens] advantage of each trained token."""
+        whole = np.full(len(self.trained), self.advantage)
+        return (whole if self.credit is None else whole + self.credit).astype(np.float32)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any token has an advantage."""
+        return bool(self.advantages.any())
 
 
 def sample_of(
@@ -91,11 +104,39 @@ def _mask_of_trained(sequence: Sequence, trained: NDArray[np.int64]) -> list[lis
     return sets[skipped:] if len(sets) == len(trained) + skipped else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weighing:
+    """How rewards become advantages."""
+
+    algorithm: str
+    group_size: int
+    credit: Credit = "episode"
+    credit_weight: float = 1.0
+
+    @classmethod
+    def of(cls, spec: TrainSpec) -> "Weighing":
+        """A job's."""
+        return cls(
+            algorithm=spec.algorithm,
+            group_size=spec.group_size,
+            credit=spec.credit,
+            credit_weight=spec.credit_weight,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Member:
+    """A sequence among those it is compared with."""
+
+    sample: TrainingSample
+    reward: float
+    units: Units
+
+
 def batch_samples(
     groups: PySequence[tuple[str, PySequence[Rollout]]],
+    weighing: Weighing,
     *,
-    algorithm: str,
-    group_size: int,
     agents: PySequence[str] = (),
 ) -> list[TrainingSample]:
     """Weighed samples of a step, from (group id, its usable rollouts).
@@ -104,7 +145,26 @@ def batch_samples(
     with each other; a lone sequence has its episode's reward, several have their own.
     `agents` names whose sequences are trained on; none named: all.
     """
-    members: dict[tuple[str, str], list[tuple[TrainingSample, float]]] = {}
+    members = list(_compared(groups, weighing, agents))
+    rewards = [np.array([m.reward for m in rows], dtype=np.float64) for rows in members]
+    advantages = advantages_of(
+        rewards, algorithm=weighing.algorithm, group_size=weighing.group_size
+    )
+    credits = _credits(members, weighing)
+    return [
+        replace(member.sample, advantage=float(advantage), credit=credit)
+        for rows, values, extra in zip(members, advantages, credits, strict=True)
+        for member, advantage, credit in zip(rows, values, extra, strict=True)
+    ]
+
+
+def _compared(
+    groups: PySequence[tuple[str, PySequence[Rollout]]],
+    weighing: Weighing,
+    agents: PySequence[str],
+) -> Iterable[list[_Member]]:
+    """The sequences of the same agent in the same group, for each of both."""
+    members: dict[tuple[str, str], list[_Member]] = {}
     for group_id, rollouts in groups:
         for rollout in rollouts:
             alone = len(rollout.sequences) == 1
@@ -113,12 +173,24 @@ def batch_samples(
                     continue
                 sample = sample_of(group_id, rollout.rollout_id, sequence, agent=index)
                 if sample is not None:
-                    reward = rollout.reward if alone else sequence.reward
-                    members.setdefault((group_id, sequence.agent), []).append((sample, reward))
-    rewards = [np.array([r for _, r in rows], dtype=np.float64) for rows in members.values()]
-    advantages = advantages_of(rewards, algorithm=algorithm, group_size=group_size)
-    return [
-        sample.with_advantage(float(advantage))
-        for rows, values in zip(members.values(), advantages, strict=True)
-        for (sample, _), advantage in zip(rows, values, strict=True)
-    ]
+                    member = _Member(
+                        sample=sample,
+                        reward=rollout.reward if alone else sequence.reward,
+                        units=units_of(sequence, sample.trained, weighing.credit),
+                    )
+                    members.setdefault((group_id, sequence.agent), []).append(member)
+    return members.values()
+
+
+def _credits(
+    members: PySequence[PySequence[_Member]], weighing: Weighing
+) -> list[list[NDArray[np.float64] | None]]:
+    """What turn or token scores add to each sequence's tokens."""
+    if weighing.credit == "episode":
+        return [[None] * len(rows) for rows in members]
+    found = token_advantages(
+        [[member.units for member in rows] for rows in members],
+        algorithm=weighing.algorithm,
+        group_size=weighing.group_size,
+    )
+    return [[weighing.credit_weight * values for values in rows] for rows in found]

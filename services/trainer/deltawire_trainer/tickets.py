@@ -77,15 +77,18 @@ class TicketBook:
         ]
 
 
-def room(*, open_groups: int, groups_per_step: int, depth: int, steps_left: int) -> int:
+def room(
+    *, open_groups: int, groups_per_step: int, depth: int, steps_left: int, oversample: int = 0
+) -> int:
     """How many tickets may go out now.
 
     Open tickets and unconsumed groups together stay within (depth + 1) steps' worth, where depth
-    is at most max_staleness, and within what the run still needs.
+    is at most max_staleness, and within what the run still needs; `oversample` groups more than
+    either may be lost on the way, or be slow.
     ``room(open_groups=6, groups_per_step=4, depth=1, steps_left=10) == 2``
     """
-    bound = min((depth + 1) * groups_per_step, steps_left * groups_per_step)
-    return max(0, bound - open_groups)
+    needed = min(depth + 1, steps_left) * groups_per_step
+    return max(0, needed + (oversample if needed else 0) - open_groups)
 
 
 def oldest_start(
@@ -96,13 +99,16 @@ def oldest_start(
     groups_per_step: int,
     sync_every: int,
     max_staleness: int,
+    oversample: int = 0,
 ) -> int:
     """The oldest version an episode may start on and still be fresh when its turn comes.
 
     With `ahead` groups before it, a group is trained on `ahead // groups_per_step` steps from now;
-    the version will have moved on by then, and may be at most `max_staleness` newer.
+    the version will have moved on by then, and may be at most `max_staleness` newer. Of those
+    before it, `oversample` are taken not to come in time.
     With max_staleness 0 that may be a version that is still being made: then a producer waits.
     ``live_version=5, ahead=4, groups_per_step=4, sync_every=1, max_staleness=1 -> 5``
     """
-    moved = (steps_since_sync + ahead // groups_per_step) // sync_every
+    steps_before = max(0, ahead - oversample) // groups_per_step
+    moved = (steps_since_sync + steps_before) // sync_every
     return max(0, live_version + moved - max_staleness)

@@ -63,7 +63,14 @@ class TrainSpec(WireModel):
     clip_high: float = 0.2
     kl_coef: float = 0.0
     entropy_coef: float = 0.0
+    credit: Literal["episode", "turn", "token"] = "episode"
+    """Which scores inside an episode count beside its reward: none, those of its turns, or those
+    of its tokens."""
+    credit_weight: float = 1.0
+    """What they weigh against the episode's advantage."""
     max_staleness: int = Field(2, ge=0)
+    oversample_groups: int = Field(0, ge=0)
+    """Groups ordered beyond those needed: a step takes the first to come home."""
     correction: Literal[
         "none",
         "clip",
