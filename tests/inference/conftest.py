@@ -125,6 +125,7 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
         name: str = "tiny",
         model: PreTrainedModel | None = None,
         anchor_shard_bytes: int = ANCHOR_SHARD_BYTES,
+        swap_mode: SwapMode | None = None,
     ) -> TinyRun:
         torch.manual_seed(seed)
         tokenizer = _byte_tokenizer()
@@ -156,6 +157,7 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
             master_dtype="F32",
             anchor_every=1000,
             anchor_shard_bytes=anchor_shard_bytes,
+            swap_mode=swap_mode,
         )
         publishers.append(publisher)
         return TinyRun(

@@ -376,3 +376,16 @@ async def test_nothing_is_served_from_an_anchor_with_a_bad_shard(
         await serving.serves(1)
 
         assert same_bits(serving, run)
+
+
+@pytest.mark.parametrize(("told", "expected"), [(None, "abort"), ("keep_kv", "keep_kv")])
+async def test_swaps_follow_the_job_unless_this_replica_is_told_otherwise(
+    make_run: "MakeRun", serve: Serve, told: str | None, expected: str
+) -> None:
+    run = make_run(swap_mode="abort")
+    async with serve(run, swap_mode=told) as serving:
+        run.publish()
+        await serving.serves(1)
+
+        now = await status(serving)
+        assert (now.swap_mode, now.updates[-1].mode) == (expected, expected)

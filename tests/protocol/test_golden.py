@@ -74,6 +74,7 @@ HEAD = Head(
     epoch=2,
     owner="0123456789abcdef0123456789abcdef",
     links=[ANCHOR, DELTA],
+    swap_mode="drain",
     updated_at=1700000012.0,
 )
 NOTICE = WeightNotice(
@@ -111,6 +112,7 @@ STATUS = ReplicaStatus(
         )
     ],
     updates_total=11,
+    swap_mode="drain",
 )
 SYNC = SyncRecord(
     version=V(11),
@@ -128,6 +130,7 @@ SYNC = SyncRecord(
     commit_s=0.4,
     announce_s=0.5,
     total_s=1.5,
+    encoding_reason="configured",
 )
 MESSAGES: dict[str, BaseModel] = {
     "run": MANIFEST,

@@ -43,6 +43,8 @@ _SOON_S = 0.25
 _SOON_TRIES = 20
 """A notice may be wrong, or may lie: after this many looks only the slow poll goes on."""
 _LONGEST_RETRY_S = 30.0
+_SWAP_MODE: SwapMode = "keep"
+"""When neither this replica nor the run's job says."""
 
 
 class Replica:
@@ -56,7 +58,7 @@ class Replica:
         engine: Engine,
         metrics: Metrics,
         poll_s: float,
-        swap_mode: SwapMode,
+        swap_mode: SwapMode | None,
         verify_s: float = 0.0,
     ) -> None:
         self.replica_id = replica_id
@@ -68,7 +70,9 @@ class Replica:
         self.last_error = ""
         self.head_version: PolicyVersion | None = None
         self._metrics = metrics
-        self._poll_s, self._swap_mode, self._verify_s = poll_s, swap_mode, verify_s
+        self.swap_mode: SwapMode = swap_mode or _SWAP_MODE
+        self._own_swap_mode = swap_mode
+        self._poll_s, self._verify_s = poll_s, verify_s
         self._wake = asyncio.Event()
         self._joined = asyncio.Event()
         self._noticed: int = -1
@@ -133,16 +137,20 @@ class Replica:
 
     async def _look(self) -> None:
         """One look at the bucket: join, or move on to the newest version."""
-        head = await asyncio.to_thread(self.follower.head)
-        self.head_version = head.version
+        head = await self._read_head()
         if self.engine.version is None:
             await self._join(head)
             return
         await self._check_own_weights(head)
         while self.engine.version is not None and self.engine.version < head.version:
             await self._advance(head)
-            head = await asyncio.to_thread(self.follower.head)
-            self.head_version = head.version
+            head = await self._read_head()
+
+    async def _read_head(self) -> Head:
+        head = await asyncio.to_thread(self.follower.head)
+        self.head_version = head.version
+        self.swap_mode = self._own_swap_mode or head.swap_mode or _SWAP_MODE
+        return head
 
     async def _join(self, head: Head) -> None:
         """Load from an anchor to the newest version."""
@@ -180,7 +188,7 @@ class Replica:
             staged = await self._blaming(route, self.engine.stage(objects))
             staged_at = time.perf_counter()
             self._enter("applying")
-            report = await self.engine.apply(staged, mode=self._swap_mode)
+            report = await self.engine.apply(staged, mode=self.swap_mode)
             self._record(
                 route,
                 base_version=have,

@@ -41,8 +41,9 @@ class InferenceSettings(ServiceSettings):
     """Episodes that run at once."""
     poll_s: PositiveFloat = 5.0
     """Seconds between two looks at the bucket when no notice comes."""
-    swap_mode: SwapMode = "keep"
-    """What a swap does to running requests: keep, keep_kv, drain or abort."""
+    swap_mode: SwapMode | None = None
+    """What a swap does to running requests: keep, keep_kv, drain or abort. When not given, what
+    the run's job chose."""
     verify_s: NonNegativeFloat = 300.0
     """Seconds between two full recomputations of the weights' digest; 0 for never."""
     cache_dir: Path | None = None

@@ -102,6 +102,8 @@ class ReplicaStatus(WireModel):
     tokens_total: int = 0
     episodes_running: int = 0
     groups_finished: int = 0
+    swap_mode: str = ""
+    """What a swap does to running requests: this replica's own setting, or the job's choice."""
     waits_for: str = ""
     """tickets, environment, engine, weights or nothing: what holds the producer up."""
     capabilities: list[str] = Field(default_factory=list)
@@ -133,6 +135,8 @@ class SyncRecord(WireModel):
     commit_s: float
     announce_s: float
     total_s: float
+    encoding_reason: str = ""
+    """Why this encoding: configured, or what `auto` weighed."""
 
 
 class StepRecord(WireModel):
@@ -173,10 +177,6 @@ class GroupCounts(WireModel):
     doubled: int = 0
 
 
-TrainerState = Literal["starting", "waiting", "training", "paused", "finished", "failed"]
-
-
-class TrainerStatus(WireModel):
 class SetAside(WireModel):
     """A ticket or group among the dead letters."""
 
@@ -184,6 +184,22 @@ class SetAside(WireModel):
     reason: str
 
 
+TrainerState = Literal["starting", "waiting", "training", "paused", "finished", "failed"]
+
+
+class TrainingMemory(WireModel):
+    """What the weights under training take, without activations."""
+
+    parameters: int
+    """All of the model, an adapter's among them."""
+    trainable: int
+    bytes: int
+    """Masters, gradients, Adam's moments, the working copy and the published bits."""
+    full_bytes: int
+    """The same if all weights of the base model were trained."""
+
+
+class TrainerStatus(WireModel):
     """GET /status of the trainer."""
 
     service: Literal["trainer"] = "trainer"
@@ -198,6 +214,8 @@ class SetAside(WireModel):
     digest: str = ""
     store: str
     groups: GroupCounts = GroupCounts()
+    dead_letters: list[SetAside] = Field(default_factory=list)
+    """The newest ones, oldest first."""
     history: list[StepRecord] = Field(default_factory=list)
     replicas: list[ReplicaStatus] = Field(default_factory=list)
     waits_for: str = ""
@@ -205,6 +223,7 @@ class SetAside(WireModel):
     started_at: float = 0.0
     store_budget: dict[str, float] = Field(default_factory=dict)
     """Calls made and allowed, where the store has a budget."""
+    memory: TrainingMemory | None = None
 
 
 class EnvironmentStatus(WireModel):
@@ -214,8 +233,6 @@ class EnvironmentStatus(WireModel):
     environment_id: str
     worlds: list[str]
     active_sessions: int
-    dead_letters: list[SetAside] = Field(default_factory=list)
-    """The newest ones, oldest first."""
     max_sessions: int
     sessions_total: int
     steps_total: int

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deltawire.codec.patch import Layout
+from deltawire.protocol.adapters import AdapterManifest
 from deltawire.protocol.chain import Head, Link, ModelFile, RunManifest
 from deltawire.protocol.errors import (
     LayoutMismatch,
@@ -24,6 +25,7 @@ from deltawire.protocol.errors import (
 from deltawire.protocol.layout import RUN_KEY, in_run, model_file_key
 from deltawire.protocol.versions import BASE_VERSION, PolicyVersion
 from deltawire.store.base import Store
+from deltawire.sync.adapters import base_digest
 from deltawire.sync.fence import OwnerFile, new_owner
 from deltawire.sync.follower import Follower, sha256_of
 from deltawire.sync.heads import as_bytes
@@ -63,9 +65,11 @@ def enter_run(
     """
     held = OwnerFile(owner_file) if owner_file is not None else None
     try:
-        check_same_model(store, run_id, bits.layout)
+        check_same_model(store, run_id, bits, adapter=options.adapter)
         owner = held.owner if held is not None else new_owner()
-        ledger = Ledger.open(store, run_id, owner=owner, take_over=take_over)
+        ledger = Ledger.open(
+            store, run_id, owner=owner, take_over=take_over, swap_mode=options.swap_mode
+        )
         if ledger.head.links:
             bits = _gone_on(store, ledger, bits, options=options)
         else:
@@ -104,6 +108,7 @@ def found_run(
         tensors=bits.layout.specs,
         tied=dict(tied),
         model_files=[_model_file(name, path) for name, path in sorted(model_files.items())],
+        adapter=_on_its_base(options.adapter, bits),
         created_at=time.time(),
     )
     for name, path in model_files.items():
@@ -138,21 +143,45 @@ def _anchor(
         )
 
 
-def check_same_model(store: Store, run_id: str, layout: Layout) -> None:
-    """Raise LayoutMismatch when the run exists and was founded for other tensors.
+def check_same_model(
+    store: Store, run_id: str, bits: WholeBits, *, adapter: AdapterManifest | None = None
+) -> None:
+    """Raise LayoutMismatch when the run exists and was founded for other tensors, or for another
+    base or scale of an adapter.
 
     Asked before the run is claimed: a trainer with the wrong model must not fence the right one.
     """
     with tempfile.TemporaryDirectory(prefix="deltawire-found-") as folder:
         try:
-            there = Follower(store, run_id, Path(folder)).layout()
+            follower = Follower(store, run_id, Path(folder))
+            there, manifest = follower.layout(), follower.manifest()
         except ObjectMissing:
             return
-    if there.digest != layout.digest:
+    if there.digest != bits.layout.digest:
         raise LayoutMismatch(
             f"run {run_id!r} was founded for other tensors than this trainer's "
-            f"({_first_difference(there, layout)}); choose another run id"
+            f"({_first_difference(there, bits.layout)}); choose another run id"
         )
+    here = _on_its_base(adapter, bits)
+    if _what_it_adds(manifest.adapter) != _what_it_adds(here):
+        raise LayoutMismatch(
+            f"run {run_id!r} was founded for {_what_it_adds(manifest.adapter)}, this trainer has "
+            f"{_what_it_adds(here)}; choose another run id"
+        )
+
+
+def _on_its_base(adapter: AdapterManifest | None, bits: WholeBits) -> AdapterManifest | None:
+    if adapter is None:
+        return None
+    digest = base_digest(dict(bits.named_bits()), bits.layout)
+    return adapter.model_copy(update={"base_digest": str(digest)})
+
+
+def _what_it_adds(adapter: AdapterManifest | None) -> str:
+    """What must be the same for an adapter's bits to mean the same."""
+    if adapter is None:
+        return "no adapter"
+    return f"adapters times {adapter.scale:g} on a base of digest {adapter.base_digest}"
 
 
 def _gone_on(

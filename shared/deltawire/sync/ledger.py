@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from deltawire.protocol.chain import Head, Link
+from deltawire.protocol.chain import Head, Link, SwapMode
 from deltawire.protocol.errors import Fenced, ObjectExists, ObjectMissing, StoreUnavailable
 from deltawire.protocol.layout import LATEST_KEY, in_run
 from deltawire.protocol.versions import PolicyVersion
@@ -37,12 +37,24 @@ class Ledger:
         self._lock = threading.RLock()
 
     @classmethod
-    def open(cls, store: Store, run_id: str, *, owner: str, take_over: bool = False) -> "Ledger":
-        """Claim a run, new or existing, and write the claim. Raises Fenced when it is another's."""
+    def open(
+        cls,
+        store: Store,
+        run_id: str,
+        *,
+        owner: str,
+        take_over: bool = False,
+        swap_mode: SwapMode | None = None,
+    ) -> "Ledger":
+        """Claim a run, new or existing, and write the claim. Raises Fenced when it is another's.
+
+        `swap_mode` is written beside it: a restarted trainer may ask something else of replicas.
+        """
         found, etag = read_head(store, run_id)
         now_s = time.time()
         claim = claim_run(found, owner=owner, take_over=take_over, now_s=now_s)
-        ledger = cls(store, found or Head(run_id=run_id), claim=claim, etag=etag)
+        head = (found or Head(run_id=run_id)).model_copy(update={"swap_mode": swap_mode})
+        ledger = cls(store, head, claim=claim, etag=etag)
         ledger.write(state="running")
         return ledger
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 from deltawire.codec.encode import Encoding
+from deltawire.protocol.adapters import AdapterManifest
+from deltawire.protocol.chain import SwapMode
 
 KEEP_VERSIONS = 64
 """A replica this far behind still finds a way by deltas."""
@@ -22,5 +24,10 @@ class PublishOptions:
     anchor_shard_bytes: int = ANCHOR_SHARD_BYTES
     """Anchors of more dense bytes than this go up as several files."""
     keep_versions: int = KEEP_VERSIONS
+    """Replicas this far behind still find a way by deltas."""
     skip_levels: tuple[int, ...] = ()
     """Spans of merged files for laggards; their patches are kept in memory for so many versions."""
+    swap_mode: SwapMode | None = None
+    """What replicas that were not told otherwise do to running requests."""
+    adapter: AdapterManifest | None = None
+    """Of a LoRA run: the base is published once, versions are adapters."""

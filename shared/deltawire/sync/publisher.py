@@ -15,7 +15,7 @@ memory until the upload ends) goes up in the background, one at a time.
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -26,14 +26,17 @@ from deltawire.codec.bits import BitArray
 from deltawire.codec.digest import Digest
 from deltawire.codec.encode import EncodeReport, Encoding, encode_delta
 from deltawire.codec.patch import Layout, SparsePatch
-from deltawire.protocol.chain import Head, Link
+from deltawire.protocol.adapters import AdapterManifest
+from deltawire.protocol.chain import Head, Link, SwapMode
 from deltawire.protocol.control import SyncRecord
 from deltawire.protocol.errors import StoreUnavailable
 from deltawire.protocol.header import ObjectHeader
 from deltawire.protocol.layout import ObjectKind
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.store.base import Store
+from deltawire.sync.adapters import AdapterBits, WholeAdapters
 from deltawire.sync.background import Background
+from deltawire.sync.choice import EncodingChoice
 from deltawire.sync.fence import OwnerFile
 from deltawire.sync.founding import enter_run
 from deltawire.sync.ledger import Ledger
@@ -73,14 +76,19 @@ class Publisher:
         *,
         options: PublishOptions,
         owner_file: OwnerFile | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """For a run that was entered (see founding.py); `open` does both."""
         self.store = store
         self._ledger = ledger
         self._bits = bits
         self._digest = bits.digest()
-        self._encoding = options.encoding
-        self._link_bytes_per_s: float | None = None
+        self._choice = EncodingChoice(options.encoding)
+        self._keep_versions = options.keep_versions
+        self._adapters: WholeAdapters | None = None
+        if isinstance(bits, AdapterBits) and options.adapter is not None:
+            self._adapters = WholeAdapters(store, ledger, bits, options.adapter)
+        self._clock = clock
         self._owner_file = owner_file
         self._work = tempfile.TemporaryDirectory(prefix="deltawire-publish-")
         self._background = Background(
@@ -106,13 +114,18 @@ class Publisher:
         anchor_shard_bytes: int = ANCHOR_SHARD_BYTES,
         keep_versions: int = KEEP_VERSIONS,
         skip_levels: Sequence[int] = (),
+        swap_mode: SwapMode | None = None,
         owner_file: Path | None = None,
         take_over: bool = False,
+        adapter: AdapterManifest | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> Self:
         """Found a run (run.json, model files, anchor 0) or go on with one.
 
         fp32 tensors are masters and are published as `master_dtype`. `skip_levels` (say (4, 16))
-        also publishes merged files that lead over so many versions at once.
+        also publishes merged files that lead over so many versions at once. `swap_mode` is what
+        replicas that were not told otherwise do to running requests. With `adapter` only its
+        tensors, named by PEFT's keys, are looked at once the run is open.
 
         A run that exists is gone on with when `owner_file` is the one it was founded with, or with
         `take_over`; its head need not equal the tensors given: the next diff is taken against what
@@ -128,6 +141,8 @@ class Publisher:
             anchor_shard_bytes=anchor_shard_bytes,
             keep_versions=keep_versions,
             skip_levels=tuple(skip_levels),
+            swap_mode=swap_mode,
+            adapter=adapter,
         )
         entered = enter_run(
             store,
@@ -141,7 +156,12 @@ class Publisher:
             take_over=take_over,
         )
         return cls(
-            store, entered.ledger, entered.bits, options=options, owner_file=entered.owner_file
+            store,
+            entered.ledger,
+            entered.bits if adapter is None else AdapterBits.out_of(entered.bits),
+            options=options,
+            owner_file=entered.owner_file,
+            clock=clock,
         )
 
     @property
@@ -177,7 +197,7 @@ class Publisher:
         """
         with self._turn:
             self._wait_for_turn()
-            started = time.perf_counter()
+            started = self._clock()
             patches = self._bits.diff(named_tensors)
             base = self._ledger.head.version
             self._pending = PendingDelta(
@@ -185,7 +205,7 @@ class Publisher:
                 base_version=base,
                 patches=patches,
                 changed=sum(patch.changed for patch in patches),
-                diff_s=time.perf_counter() - started,
+                diff_s=self._clock() - started,
             )
             return self._pending
 
@@ -203,35 +223,33 @@ class Publisher:
         """
         if pending is not self._pending:
             raise ValueError(f"version {pending.version} was committed or discarded already")
-        begun = time.perf_counter()
+        begun = self._clock()
         with tempfile.TemporaryDirectory(dir=self._work.name) as folder:
             try:
-                link, new_digest, encode_s, upload_s = self._store_delta(pending, Path(folder))
+                stored = self._store_delta(pending, Path(folder))
             except BaseException:
                 self._discard()
                 raise
-        sent = time.perf_counter()
+        sent = self._clock()
+        outlived = self._outlived(stored.link)
         try:
-            self._ledger.write(version=pending.version, add=[link])
+            self._ledger.write(version=pending.version, add=[stored.link], drop=outlived)
         except StoreUnavailable:
             with self._turn:
-                self._unsettled = new_digest
+                self._unsettled = stored.digest
                 self._turn.notify_all()
             raise
         except BaseException:
             self._discard()
             raise
-        self._advance(pending, new_digest)
-        now = time.perf_counter()
-        record = _record(pending, link, self.layout).model_copy(
-            update={
-                "encode_s": encode_s,
-                "upload_s": upload_s,
-                "commit_s": now - sent,
-                "total_s": pending.diff_s + now - begun,
-            }
+        self._advance(pending, stored.digest)
+        if outlived:
+            self._background.start_sweep()
+        now = self._clock()
+        record = _record(pending, stored, self.layout).model_copy(
+            update={"commit_s": now - sent, "total_s": pending.diff_s + now - begun}
         )
-        return Published(link=link, record=record)
+        return Published(link=stored.link, record=record)
 
     def discard(self, pending: PendingDelta) -> None:
         """Give up a diff without committing it; the next one contains its changes."""
@@ -259,12 +277,15 @@ class Publisher:
         self._background.start_anchor(bits, self._digest)
 
     def finish(self, bits: Mapping[str, BitArray] | None = None) -> Head:
-        """A last anchor, so that joiners of a finished run need one object; state `finished`.
+        """A last anchor, so that joiners of a finished run need one object (in a LoRA run two: the
+        base and a whole adapter); state `finished`.
 
         `bits` are the newest version's, where this process does not hold them.
         """
         self.settled()
         self.wait_for_anchor()
+        if self._adapters is not None:
+            self._link_whole_adapter(self._adapters)
         anchors = [link.version for link in self.head.links if link.kind is ObjectKind.ANCHOR]
         last = bits if bits is not None else self._bits.snapshot()
         if max(anchors, default=-1) < self.version and last is not None:
@@ -288,18 +309,20 @@ class Publisher:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _store_delta(
-        self, pending: PendingDelta, folder: Path
-    ) -> tuple[Link, Digest, float, float]:
-        """The encode and upload phases: (link, digest after it, seconds of each)."""
-        begun = time.perf_counter()
+    def _store_delta(self, pending: PendingDelta, folder: Path) -> "_Stored":
+        """The encode and upload phases."""
+        begun = self._clock()
         new_digest = self._digest.updated(pending.patches, self.layout)
         path = folder / "delta.safetensors"
-        report = self._encode(pending, path, new_digest)
-        encoded = time.perf_counter()
+        report, reason = self._encode(pending, path, new_digest)
+        encoded = self._clock()
         too_large = report.larger_than_anchor or report.bytes >= self._anchor_bytes()
         bits = self._bits.snapshot() if too_large else None
-        if bits is not None:
+        if self._adapters is not None and self._adapters.better_than(report.bytes):
+            reason = f"a delta of {report.bytes} bytes saves too little on the whole adapter"
+            link = self._adapters.upload(pending.version, new_digest, folder)
+        elif bits is not None:
+            reason = f"a delta of {report.bytes} bytes is no smaller than an anchor"
             link = self._background.upload_anchor(pending.version, bits, new_digest)
         else:
             link = self._ledger.under_free_key(
@@ -307,16 +330,44 @@ class Publisher:
                     self.store, path, report.header, kind=ObjectKind.DELTA, epoch=epoch
                 )
             )
-        upload_s = time.perf_counter() - encoded
-        self._link_bytes_per_s = link.bytes / max(upload_s, 1e-9)
-        return link, new_digest, encoded - begun, upload_s
+        upload_s = self._clock() - encoded
+        self._choice.uploaded(link.bytes, upload_s)
+        return _Stored(
+            link=link,
+            digest=new_digest,
+            reason=reason,
+            encode_s=encoded - begun,
+            upload_s=upload_s,
+        )
+
+    def _outlived(self, link: Link) -> list[Link]:
+        """Links that leave with a commit; where anchors are written, they leave with those."""
+        if self._adapters is None:
+            return []
+        return self._adapters.outlived(link, keep_versions=self._keep_versions)
+
+    def _link_whole_adapter(self, adapters: WholeAdapters) -> None:
+        """See that the newest version can be had without a delta."""
+        alone = [link.version for link in self.head.links if link.base_version is None]
+        if max(alone, default=-1) < self.version:
+            with tempfile.TemporaryDirectory(dir=self._work.name) as folder:
+                link = adapters.upload(self.version, self._digest, Path(folder))
+            self._ledger.write(add=[link])
 
     def _anchor_bytes(self) -> int:
         """What an anchor weighs, packed or not: the last one's size."""
         anchors = (link for link in self.head.links if link.kind is ObjectKind.ANCHOR)
         return max(anchors, key=lambda link: link.version).bytes
 
-    def _encode(self, pending: PendingDelta, path: Path, new_digest: Digest) -> EncodeReport:
+    def _encode(
+        self, pending: PendingDelta, path: Path, new_digest: Digest
+    ) -> tuple[EncodeReport, str]:
+        """Write the delta file; what was written, and why in this encoding."""
+        base = self._bits.before(pending.patches)
+        total = self.layout.total_elements
+        choice = self._choice.choose(
+            changed=pending.changed, total=total, holds_base=base is not None
+        )
         header = ObjectHeader(
             sparse=True,
             model_version=pending.version,
@@ -325,15 +376,20 @@ class Publisher:
             base_digest=str(self._digest),
             new_digest=str(new_digest),
         )
-        return encode_delta(
+        begun = self._clock()
+        report = encode_delta(
             pending.patches,
             header,
             path,
             layout=self.layout,
-            encoding=self._encoding,
-            base=self._bits.before(pending.patches),
-            link_bytes_per_s=self._link_bytes_per_s,
+            encoding=choice.encoding,
+            base=base,
         )
+        self._choice.encoded(
+            report.encoding, changed=pending.changed, total=total, seconds=self._clock() - begun
+        )
+        smaller = report.encoding == "seed" != choice.encoding
+        return report, "seed is smaller for so few changes" if smaller else choice.reason
 
     def _wait_for_turn(self) -> None:
         """Until no version is on its way and it is known what became of the last one."""
@@ -365,8 +421,20 @@ class Publisher:
             self._turn.notify_all()
 
 
-def _record(pending: PendingDelta, link: Link, layout: Layout) -> SyncRecord:
-    total = layout.total_elements
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Stored:
+    """A version whose object is in the store and not committed yet."""
+
+    link: Link
+    digest: Digest
+    reason: str
+    """Why it is encoded as it is."""
+    encode_s: float
+    upload_s: float
+
+
+def _record(pending: PendingDelta, stored: _Stored, layout: Layout) -> SyncRecord:
+    link, total = stored.link, layout.total_elements
     return SyncRecord(
         version=pending.version,
         kind=str(link.kind),
@@ -378,9 +446,10 @@ def _record(pending: PendingDelta, link: Link, layout: Layout) -> SyncRecord:
         total=total,
         density=pending.changed / total if total else 0.0,
         diff_s=pending.diff_s,
-        encode_s=0.0,
-        upload_s=0.0,
+        encode_s=stored.encode_s,
+        upload_s=stored.upload_s,
         commit_s=0.0,
         announce_s=0.0,
         total_s=0.0,
+        encoding_reason=stored.reason,
     )

@@ -7,15 +7,12 @@ replica hands it a staged update; `apply` is the pause, and is all or nothing.
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Protocol
 
 from deltawire.protocol.chain import Link, RunManifest
+from deltawire.protocol.chain import SwapMode as SwapMode
 from deltawire.protocol.generation import FinishReason, GenerateRequest, GenerateResponse
 from deltawire.protocol.versions import BASE_VERSION, PolicyVersion
-
-SwapMode = Literal["keep", "keep_kv", "drain", "abort"]
-"""keep: running requests go on, their KV recomputed under the new weights; keep_kv: they go on with
-the old KV; drain: they finish first; abort: they end and their caller resubmits with the prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
