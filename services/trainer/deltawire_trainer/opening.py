@@ -131,6 +131,7 @@ def _open_publisher(
         anchor_every=job.sync.anchor_every,
         anchor_packed=job.sync.anchor_packed,
         keep_versions=job.sync.keep_versions,
+        swap_mode=job.sync.mode,
         owner_file=settings.run_dir / "owner",
         take_over=settings.take_over,
     )
