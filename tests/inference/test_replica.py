@@ -353,7 +353,7 @@ async def test_a_replica_joins_and_rebases_from_an_anchor_in_shards(
         flip(run, "deltas/step_000001.safetensors")
         run.publisher.finish()  # an anchor of version 1 leads past the damaged delta
         hint = WeightNotice.model_validate(notice(run, 1, version=1))
-        while serving.engine.version != 1:  # noqa: ASYNC110 - a damaged file gets three chances
+        while serving.engine.version != 1:
             serving.replica.notice(hint)
             await asyncio.sleep(0.01)
 

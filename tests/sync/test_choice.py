@@ -1,4 +1,4 @@
-"""The encoding of a version when it is left to the publisher: by what was measured, and told why."""
+"""The encoding of a version when it is left to the publisher: by what was measured, and why."""
 
 from collections.abc import Callable
 from pathlib import Path
