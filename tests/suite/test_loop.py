@@ -97,8 +97,11 @@ def test_no_service_outlives_the_launcher(
 ) -> None:
     run = start_run(*SMALL, "train.steps=500")
     run.wait_for("step 1/500", 80)
+    children = psutil.Process(run.process.pid).children(recursive=True)
+    redis = [child for child in children if "redis" in child.name() or "valkey" in child.name()]
     services = [run.child(f"deltawire_{name}") for name in ("trainer", "inference", "environment")]
+    assert len(redis) == 1
     run.process.send_signal(number)
     assert run.wait(15) == code
-    _, alive = psutil.wait_procs(services, timeout=10)
+    _, alive = psutil.wait_procs([*services, *redis], timeout=10)
     assert not alive

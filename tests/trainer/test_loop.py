@@ -1,13 +1,19 @@
 """The loop against real streams and a real bucket, with a tiny model."""
 
+import asyncio
+from contextlib import suppress
 from pathlib import Path
 
+from deltawire.protocol.rollouts import Rollout, RolloutGroup, Ticket
 from deltawire.protocol.versions import PolicyVersion
+from deltawire.service.metrics import Metrics
 from deltawire.store.open import open_store
 from deltawire.streams.memory import MemoryStreams
+from deltawire_trainer.guard import PATIENCE
+from deltawire_trainer.service import train
 
 from .player import Player
-from .rig import RUN, make_job, make_settings, playing, train_to_the_end
+from .rig import RUN, make_job, make_settings, make_trainer, playing, train_to_the_end
 
 
 async def test_a_run_trains_to_its_end_and_accounts_for_every_group(
@@ -30,3 +36,65 @@ async def test_a_run_trains_to_its_end_and_accounts_for_every_group(
     (replica,) = status.replicas
     assert (replica.version, replica.digest) == (status.version, status.digest)
     assert status.version == PolicyVersion(6)
+
+
+class _Liar(Player):
+    """Its engine reports logprobs that have nothing to do with the policy."""
+
+    def group(self, ticket: Ticket) -> RolloutGroup:
+        told = super().group(ticket)
+        return told.model_copy(
+            update={"rollouts": [_lie(rollout, n) for n, rollout in enumerate(told.rollouts)]}
+        )
+
+
+def _lie(rollout: Rollout, number: int) -> Rollout:
+    """Each number another reward, so that there is something to learn."""
+    (sequence,) = rollout.sequences
+    logprobs = [
+        logprob - 5.0 * trained
+        for logprob, trained in zip(sequence.logprobs, sequence.loss_mask, strict=True)
+    ]
+    told = sequence.model_copy(update={"logprobs": logprobs, "reward": float(number)})
+    return rollout.model_copy(update={"sequences": [told], "reward": float(number)})
+
+
+async def test_a_run_that_the_guard_stops_ends_in_order_and_with_an_error(
+    tmp_path: Path, base: Path
+) -> None:
+    streams, settings = MemoryStreams(), make_settings(tmp_path)
+    job = make_job(base, steps=9, guard=True, max_staleness=0)
+    trainer = make_trainer(settings, job)
+    store = open_store(settings.store)
+    player = _Liar(store, streams, run_id=RUN, folder=tmp_path / "replica")
+
+    async with playing(player):
+        code = await train(trainer, settings, store, streams, Metrics("trainer"))
+
+    assert code == 2
+    status = await trainer.status()
+    assert (status.state, status.step) == ("failed", PATIENCE)
+    assert "GuardStopped: engine mismatch" in status.reason
+    assert (status.groups.open, status.groups.lost) == (0, 0)
+    assert status.version == PATIENCE
+
+
+async def test_a_ticket_that_was_set_aside_is_replaced_and_named(
+    tmp_path: Path, base: Path
+) -> None:
+    streams, settings = MemoryStreams(max_deliveries=0), make_settings(tmp_path)
+    trainer = make_trainer(settings, make_job(base))
+    store = open_store(settings.store)
+    running = asyncio.create_task(train(trainer, settings, store, streams, Metrics("trainer")))
+    async with asyncio.timeout(60.0):
+        while not (await trainer.status()).dead_letters:
+            await streams.claim("p", timeout_s=0.05)
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+    status = await trainer.status()
+    (reason,) = status.groups.dropped
+    assert reason == "dead_letter: delivered too often"
+    assert status.dead_letters[0].id == "r1-000000"
+    assert status.groups.issued > status.groups.dropped[reason]

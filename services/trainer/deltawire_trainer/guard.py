@@ -12,6 +12,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from deltawire.protocol.errors import DeltawireError
+
+class GuardStopped(DeltawireError):
+    """The run was ended in good order, but before its time: what followed would have been noise."""
+
+
 Action = Literal["ok", "slow", "tighten", "stop"]
 
 PATIENCE = 3

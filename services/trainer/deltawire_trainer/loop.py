@@ -24,7 +24,7 @@ from deltawire_trainer.checkpointing import Checkpointing
 from deltawire_trainer.evaluation import Evaluation
 from deltawire_trainer.events import EventHub
 from deltawire_trainer.feeder import Feeder, Position
-from deltawire_trainer.guard import Guard, Signals
+from deltawire_trainer.guard import Guard, GuardStopped, Signals
 from deltawire_trainer.intake import UsableGroup
 from deltawire_trainer.journal import RolledBack, Synced, Trained
 from deltawire_trainer.ledger import Ledger
@@ -81,6 +81,7 @@ class TrainingLoop:
         self._stop_reason = ""
         self._unpaused = asyncio.Event()
         self._unpaused.set()
+        self._guard_says = ""
         self._weights = asyncio.Lock()
         self._compute_thread = ThreadPoolExecutor(
             1, thread_name_prefix="train", initializer=torch.set_num_threads, initargs=(threads,)
@@ -278,6 +279,7 @@ class TrainingLoop:
         if verdict.action == "stop":
             self.stop(f"guard: {verdict.reason}")
         elif verdict.action != "ok":
+            self._guard_says = verdict.reason
             log.warning("guard", extra={"action": verdict.action, "reason": verdict.reason})
 
     # -- beginning and end ------------------------------------------------------------------------
@@ -345,8 +347,9 @@ class TrainingLoop:
             await asyncio.to_thread(self._run.publisher.finish)
         self.ledger.close()
         await self._wait_for_replicas()
-        guarded = self._stop_reason.startswith("guard")
-        self._enter("failed" if guarded else "finished", self._stop_reason)
+        if self._guard_says:
+            raise GuardStopped(self._guard_says)
+        self._enter("finished", self._stop_reason)
 
     async def _publish_last(self) -> None:
         for attempt in range(_LAST_TRIES):

@@ -65,7 +65,7 @@ class Child:
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
-                preexec_fn=_end_with_launcher,
+                preexec_fn=end_with_launcher,
             )
         self.ready = False
 
@@ -117,7 +117,7 @@ class Child:
         return "\n".join(f"    {line}" for line in lines[-_TAIL_LINES:]) or "    (empty)"
 
 
-def _end_with_launcher() -> None:
+def end_with_launcher() -> None:
     """In the child: ask Linux for a SIGTERM when the launcher is gone, however it went."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)

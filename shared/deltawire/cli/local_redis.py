@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from deltawire.cli.children import end_with_launcher
 from deltawire.streams.local_server import LocalServer, start
 
 
@@ -11,7 +12,7 @@ class LocalRedis:
     """A server that keeps its folder, port and password over restarts: nothing acked is lost."""
 
     def __init__(self, folder: Path) -> None:
-        self._server: LocalServer = start(folder)
+        self._server: LocalServer = start(folder, in_child=end_with_launcher)
         self.name = "redis"
         self.log_path = folder / "redis.log"
         self.restarts = 0
@@ -26,7 +27,12 @@ class LocalRedis:
         if self._server.process.poll() is None:
             return False
         dead = self._server
-        self._server = start(dead.folder, port=dead.port, password=dead.password.get_secret_value())
+        self._server = start(
+            dead.folder,
+            port=dead.port,
+            password=dead.password.get_secret_value(),
+            in_child=end_with_launcher,
+        )
         self.restarts += 1
         return True
 

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,11 +71,18 @@ class LocalServer:
 
 
 def start(
-    folder: Path, *, port: int = 0, password: str = "", binary: Path | None = None, extra: str = ""
+    folder: Path,
+    *,
+    port: int = 0,
+    password: str = "",
+    binary: Path | None = None,
+    extra: str = "",
+    in_child: Callable[[], None] | None = None,
 ) -> LocalServer:
     """Start a server with its data in `folder`, on loopback; port 0 takes a free one.
 
-    The same folder continues with the data found there. `extra` is further redis.conf text. Raises
+    The same folder continues with the data found there. `extra` is further redis.conf text.
+    `in_child` is called in the new process first, to tie its life to ours. Raises
     StreamUnavailable when there is no binary or when the server does not come up.
     """
     binary = binary or find_binary()
@@ -93,7 +101,11 @@ def start(
     log_path = folder / "redis.log"
     with log_path.open("ab") as log_file:
         process = subprocess.Popen(
-            [str(binary), str(config)], stdout=log_file, stderr=log_file, start_new_session=True
+            [str(binary), str(config)],
+            stdout=log_file,
+            stderr=log_file,
+            start_new_session=True,
+            preexec_fn=in_child,
         )
     server = LocalServer(
         process=process, binary=binary, folder=folder, port=port, password=SecretStr(secret)
