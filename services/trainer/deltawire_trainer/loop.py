@@ -79,9 +79,9 @@ class TrainingLoop:
         self._evaluated = self.version if run.recovered.steps or run.took_over else -1
         """No version up to this one is still to be evaluated."""
         self._stop_reason = ""
+        self._guard_says = ""
         self._unpaused = asyncio.Event()
         self._unpaused.set()
-        self._guard_says = ""
         self._weights = asyncio.Lock()
         self._compute_thread = ThreadPoolExecutor(
             1, thread_name_prefix="train", initializer=torch.set_num_threads, initargs=(threads,)
@@ -277,9 +277,9 @@ class TrainingLoop:
             )
         )
         if verdict.action == "stop":
+            self._guard_says = verdict.reason
             self.stop(f"guard: {verdict.reason}")
         elif verdict.action != "ok":
-            self._guard_says = verdict.reason
             log.warning("guard", extra={"action": verdict.action, "reason": verdict.reason})
 
     # -- beginning and end ------------------------------------------------------------------------
