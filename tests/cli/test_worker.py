@@ -3,10 +3,14 @@
 import asyncio
 import contextlib
 import hashlib
+import subprocess
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 import tokenizers
+import torch
 import typer
 import uvicorn
 from fastapi import FastAPI
@@ -29,6 +33,7 @@ from deltawire.service.serve import bind
 from deltawire.service.streams_face import create_streams_router
 from deltawire.store.local import LocalStore
 from deltawire.streams.memory import MemoryStreams
+from deltawire.sync.publisher import Publisher
 from deltawire_environment.app import Environment, create_app
 from deltawire_environment.settings import EnvironmentSettings
 
@@ -234,3 +239,32 @@ def test_both_commands_can_be_mounted():
     app.command()(rollout_commands.rollouts)
     names = {command.callback.__name__ for command in app.registered_commands}
     assert names == {"worker", "rollouts"}
+
+
+def test_a_worker_reads_its_run_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    store = LocalStore(tmp_path / "bucket")
+    with Publisher.open(
+        store,
+        run_id="run",
+        named_tensors=[("weight", torch.zeros(3))],
+        model_files={"config.json": tmp_path / "config.json"},
+    ):
+        pass
+    code = f"""
+import sys
+from pathlib import Path
+import deltawire.cli.main, deltawire.cli.worker
+from deltawire.store.open import open_store
+from deltawire.sync.reader import RunReader
+reader = RunReader(open_store({store.uri!r}), "run", Path({str(tmp_path / "cache")!r}))
+print(reader.head().version, reader.manifest().tensors[0].name, *reader.model_dir().iterdir())
+print([name for name in ("torch", "transformers", "numba") if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+
+    told, heavy = done.stdout.splitlines()
+    assert told.startswith("0 weight ") and told.endswith("/config.json")
+    assert heavy == "[]"

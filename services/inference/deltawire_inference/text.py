@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from deltawire.rollout.tokenizer import ChatTokenizer
-from deltawire.sync.follower import Follower
+from deltawire.sync.reader import RunReader
 
 _UNFINISHED = "\ufffd"
 """What a decoder shows for the first bytes of a character whose rest comes with the next token."""
@@ -13,7 +13,7 @@ _UNFINISHED = "\ufffd"
 class ReplicaText:
     """The run's tokenizer, loaded from the bucket on first use."""
 
-    def __init__(self, follower: Follower) -> None:
+    def __init__(self, follower: RunReader) -> None:
         self._follower = follower
         self._tokenizer: ChatTokenizer | None = None
 

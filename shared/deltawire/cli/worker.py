@@ -35,7 +35,7 @@ from deltawire.rollout.tokenizer import ChatTokenizer
 from deltawire.store.open import open_store
 from deltawire.streams.base import ProducerStreams
 from deltawire.streams.open import open_streams
-from deltawire.sync.follower import Follower
+from deltawire.sync.reader import RunReader
 
 _LOOK_S = 5.0
 """Between two looks at replicas and at the run's head, and between two progress lines."""
@@ -73,10 +73,10 @@ def run_worker(options: WorkerOptions) -> int:
 async def work(options: WorkerOptions) -> Producer:
     """Produce until the run ends or SIGTERM comes; the producer, for its counters."""
     headers = proxy_headers(options)
-    follower = Follower(
+    reader = RunReader(
         open_store(options.store, token=options.hub_token), options.run_id, options.cache_dir
     )
-    renderer = Renderer(await _tokenizer(follower))
+    renderer = Renderer(await _tokenizer(reader))
     streams = open_streams(options.streams, run_id=options.run_id, token=options.token)
     policy = HttpPolicy(options.inference, token=options.token, headers=headers)
     producer = Producer(
@@ -94,7 +94,7 @@ async def work(options: WorkerOptions) -> Producer:
         asyncio.create_task(_again_and_again(look))
         for look in (
             lambda: _register_replicas(options, streams),
-            lambda: _drain_at_the_end(follower, producer),
+            lambda: _drain_at_the_end(reader, producer),
             lambda: _say(producer),
         )
     ]
@@ -122,12 +122,12 @@ def proxy_headers(options: WorkerOptions) -> dict[str, str]:
     return {"Authorization": f"Bearer {options.hub_token.get_secret_value()}"}
 
 
-async def _tokenizer(follower: Follower) -> ChatTokenizer:
+async def _tokenizer(reader: RunReader) -> ChatTokenizer:
     """From the run's model files; waits until the run is there."""
     waiting = False
     while True:
         try:
-            folder = await asyncio.to_thread(follower.model_dir)
+            folder = await asyncio.to_thread(reader.model_dir)
             return await asyncio.to_thread(ChatTokenizer.from_folder, folder)
         except (ObjectMissing, StoreError) as error:
             if not waiting:
@@ -154,9 +154,9 @@ async def _register_replicas(options: WorkerOptions, streams: ProducerStreams) -
             log.warning("replica not registered", extra={"url": url, "reason": str(error)})
 
 
-async def _drain_at_the_end(follower: Follower, producer: Producer) -> None:
+async def _drain_at_the_end(reader: RunReader, producer: Producer) -> None:
     try:
-        head = await asyncio.to_thread(follower.head)
+        head = await asyncio.to_thread(reader.head)
     except StoreError:
         return
     if head.state == "finished":

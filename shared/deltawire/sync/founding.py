@@ -27,11 +27,12 @@ from deltawire.protocol.versions import BASE_VERSION, PolicyVersion
 from deltawire.store.base import Store
 from deltawire.sync.adapters import base_digest
 from deltawire.sync.fence import OwnerFile, new_owner
-from deltawire.sync.follower import Follower, sha256_of
+from deltawire.sync.follower import Follower
 from deltawire.sync.heads import as_bytes
 from deltawire.sync.ledger import Ledger
 from deltawire.sync.options import PublishOptions
 from deltawire.sync.published import WholeBits
+from deltawire.sync.reader import sha256_of
 from deltawire.sync.replay import empty_tensors, replay
 from deltawire.sync.upload import upload_anchor
 

@@ -15,8 +15,8 @@ from deltawire.protocol.header import ObjectHeader
 from deltawire.protocol.layout import ObjectKind, in_run, object_key
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.store.base import Store
-from deltawire.sync.follower import sha256_of
 from deltawire.sync.options import PublishOptions
+from deltawire.sync.reader import sha256_of
 
 
 def upload_object(
