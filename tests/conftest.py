@@ -1,15 +1,20 @@
-"""Buckets on this machine that more than one room's tests use: a real S3 server, a small Hub.
+"""What more than one room's tests use: a real S3 server, a small Hub, a fuzzer of REST faces.
 
 A missing backend skips at home and fails under CI=true.
 """
 
+import asyncio
+import contextlib
 import importlib.util
 import os
 import secrets
+import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -119,3 +124,102 @@ def fake_hub(tmp_path: Path) -> Iterator[Any]:
     yield hub
     server.shutdown()
     server.server_close()
+
+
+FUZZ_EXAMPLES = os.environ.get("FUZZ_EXAMPLES", "10")
+"""Requests schemathesis draws for each operation; a thousand take minutes."""
+
+FUZZ_HOOKS = """
+import schemathesis
+
+@schemathesis.hook
+def before_call(context, case, kwargs):
+    for field, value in SETTLED.get(case.operation.path, {}).items():
+        kind = str if isinstance(value, str) else (int, float)
+        if isinstance(case.body, dict) and isinstance(case.body.get(field, value), kind):
+            case.body = {**case.body, field: value}
+"""
+"""Puts in what cannot be guessed, and how long to wait for what never comes."""
+
+Beside = Callable[[], Coroutine[Any, Any, object]]
+
+
+@pytest.fixture
+def serve_in_thread() -> Callable[..., contextlib.AbstractContextManager[str]]:
+    """`with serve_in_thread(app, beside=train) as url`: an app over HTTP, with an event loop of its
+    own that may run something beside it."""
+    import uvicorn
+
+    from deltawire.service.serve import bind
+
+    @contextlib.contextmanager
+    def serving(app: Any, *, beside: Beside | None = None) -> Iterator[str]:
+        config = uvicorn.Config(
+            app, log_config=None, ws="websockets-sansio", timeout_graceful_shutdown=1
+        )
+        server, listener = uvicorn.Server(config), bind("127.0.0.1", 0)
+
+        async def run() -> None:
+            task = asyncio.create_task(beside()) if beside else None
+            await server.serve(sockets=[listener])
+            if task is not None:
+                task.cancel()
+                await asyncio.wait({task})
+
+        thread = threading.Thread(target=asyncio.run, args=(run(),))
+        thread.start()
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+            listener.close()
+
+    return serving
+
+
+@pytest.fixture
+def fuzz(tmp_path: Path) -> Callable[..., None]:
+    """`fuzz(url)`: schemathesis sends every operation what its schema allows and what it does not;
+    an answer of 5xx fails the test with the request that led to it."""
+    need("schemathesis")
+
+    def run(
+        url: str,
+        *,
+        token: str = "",
+        leave_out: tuple[str, ...] = (),
+        settled: Mapping[str, Mapping[str, object]] = MappingProxyType({}),
+        **known: str,
+    ) -> None:
+        """Paths of `leave_out` are not asked. What is `settled` replaces fields that were drawn,
+        by path; `known` are path parameters that name something there."""
+        hooks = tmp_path / "fuzz_hooks.py"
+        hooks.write_text(FUZZ_HOOKS.replace("SETTLED", repr(dict(settled))))
+        config = tmp_path / "schemathesis.toml"
+        lines = [f'"path.{name}" = "{value}"' for name, value in known.items()]
+        config.write_text("\n".join(["[parameters]", *lines]))
+        command = [
+            *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(config)),
+            *("run", f"{url}/openapi.json", "--checks", "not_a_server_error"),
+            *("--phases", "examples,coverage,fuzzing", "--max-examples", FUZZ_EXAMPLES),
+            *("--generation-deterministic", "--suppress-health-check", "all", "--no-color"),
+            *("--warnings", "off", "--continue-on-failure", "--request-timeout", "60"),
+            *(("-H", f"Authorization: Bearer {token}") if token else ()),
+            *(word for path in leave_out for word in ("--exclude-path", path)),
+        ]
+        done = subprocess.run(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, "SCHEMATHESIS_HOOKS": "fuzz_hooks", "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=3000,
+            check=False,
+        )
+        if done.returncode:
+            pytest.fail(done.stdout + done.stderr, pytrace=False)
+
+    return run

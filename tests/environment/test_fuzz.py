@@ -1,13 +1,15 @@
 """Whatever is sent to any route of the OpenAPI document, the service answers for itself: no 5xx."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
+from deltawire.job import Env, Job
+from deltawire.job.resolve import resolve
 from deltawire_environment.app import Environment, create_app
 from deltawire_environment.settings import EnvironmentSettings
 from deltawire_environment.ws import SESSION_HEADER
@@ -78,3 +80,19 @@ def test_no_request_makes_the_service_fail(client: TestClient, data: st.DataObje
         body,
         answer.text,
     )
+
+
+@pytest.mark.timeout(900)
+def test_schemathesis_finds_no_request_that_makes_the_service_fail(
+    serve_in_thread, fuzz: Callable[..., None]
+) -> None:
+    rows = [{"prompt": f"{n} + 1", "answer": str(n + 1)} for n in range(9)]
+
+    def right(completions: list[str], answer: list[str]) -> list[float]:
+        return [float(said == told) for said, told in zip(completions, answer, strict=True)]
+
+    job = Job(name="listed", env=Env(dataset=rows), rewards=[right])
+    settings_ = EnvironmentSettings(worlds=["guess", "letters", "tools"], max_sessions=10_000)
+    environment = Environment(settings_, resolve(job))
+    with serve_in_thread(create_app(environment)) as url:
+        fuzz(url, env_name="dataset")

@@ -75,11 +75,12 @@ class Publishing:
         await done(record)
 
     def notice(self) -> WeightNotice | None:
-        """Coordinates of the newest version published by this process."""
-        if self.newest is None:
+        """Coordinates of the newest version, published by this process or by the one before."""
+        links = [self.newest.link] if self.newest else self.publisher.head.links
+        if not links:
             return None
         return notice_of(
-            self.newest.link,
+            max(links, key=lambda link: link.version),
             store_uri=self.publisher.store.uri,
             run_id=self.publisher.run_id,
         )

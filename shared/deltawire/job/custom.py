@@ -22,7 +22,15 @@ from deltawire.job.dataset import as_messages
 from deltawire.job.rows import Row, Rows
 from deltawire.job.suggestion import unknown
 from deltawire.job.transcript import Message
-from deltawire.job.world import ENV_NAMES, Action, Episode, Reply, World, message_of
+from deltawire.job.world import (
+    ENV_NAMES,
+    Action,
+    BadAction,
+    Episode,
+    Reply,
+    World,
+    message_of,
+)
 from deltawire.protocol.errors import JobError
 from deltawire.protocol.rollouts import Task
 
@@ -31,6 +39,7 @@ Value = TypeVar("Value")
 DEFAULT_TURNS = 10
 """Of a class that ends its episodes itself, when the job does not say."""
 
+_OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _REPLY_FIELDS = {field.name for field in dataclasses.fields(Reply)}
 
 
@@ -127,7 +136,10 @@ class UserEpisode(Episode):
 
 
 async def reset(game: object, task: Task, rng: random.Random, row: Row) -> Reply:
-    """Call the user's reset with those of seed, split, index, rng and the row that it names."""
+    """Call the user's reset with those of seed, split, index, rng and the row that it names.
+
+    Raises BadAction when it needs an argument that neither the data set nor the client gives.
+    """
     method: Callable[..., object] = game.reset  # type: ignore[attr-defined]
     offered: dict[str, object] = {
         "seed": task.seed,
@@ -141,6 +153,12 @@ async def reset(game: object, task: Task, rng: random.Random, row: Row) -> Reply
         named = {**row, **{name: offered[name] for name in parameters if name in offered}}
     else:
         named = {name: value for name, value in offered.items() if name in parameters}
+    needed = [n for n, p in parameters.items() if p.default is p.empty and p.kind not in _OPEN]
+    if missing := [name for name in needed if name not in named]:
+        raise BadAction(
+            f"{type(game).__name__}.reset needs {', '.join(map(repr, missing))}, which neither the "
+            "data set nor the request gives"
+        )
     return as_reply(await settled(method(**named)))
 
 

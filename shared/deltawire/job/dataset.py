@@ -6,7 +6,15 @@ from pydantic import JsonValue
 
 from deltawire.job.rows import Row, Rows
 from deltawire.job.transcript import Message
-from deltawire.job.world import Action, Episode, Reply, World, WorldConfig, message_of
+from deltawire.job.world import (
+    Action,
+    BadAction,
+    Episode,
+    Reply,
+    World,
+    WorldConfig,
+    message_of,
+)
 from deltawire.protocol.errors import JobError
 from deltawire.protocol.rollouts import Task
 
@@ -39,6 +47,9 @@ class DatasetWorld(World):
 
     def start(self, task: Task, rng: random.Random) -> tuple[Episode, Reply]:
         row = self.rows.pick(task, rng)
+        for column in (self.config.prompt, self.config.answer):
+            if column is not None and column not in row:
+                raise BadAction(f"the row has no column {column!r}; it has: {sorted(row)}")
         prompt = as_messages(row[self.config.prompt])
         if self.config.system is not None:
             prompt = [Message(role="system", content=self.config.system), *prompt]
@@ -65,14 +76,14 @@ class _Answer(Episode):
 
 
 def as_messages(prompt: JsonValue) -> list[Message]:
-    """A prompt as messages: a string is what the user says."""
+    """A prompt as messages: a string is what the user says. Raises BadAction for anything else."""
     if isinstance(prompt, str):
         return [Message(role="user", content=prompt)]
     if not isinstance(prompt, list):
-        raise JobError(f"a prompt is a string or a list of messages, not {prompt!r}")
+        raise BadAction(f"a prompt is a string or a list of messages, not {prompt!r:.80}")
     messages = []
     for item in prompt:
-        if not isinstance(item, dict):
-            raise JobError(f"a message is {{role, content}}, not {item!r}")
+        if not isinstance(item, dict) or not {"role", "content"} <= item.keys():
+            raise BadAction(f"a message is {{role, content}}, not {item!r:.80}")
         messages.append(Message(role=str(item["role"]), content=str(item["content"])))
     return messages

@@ -242,10 +242,14 @@ class EnvironmentStatus(WireModel):
     started_at: float = 0.0
 
 
+ENTRY_ID = r"^[0-9]{1,19}-[0-9]{1,19}$"
+"""An id of a stream's entry, such as 1764012345678-0: both numbers fit 64 bits."""
+
+
 class LeaseRef(WireModel):
     """A lease as the HTTPS face of the streams names it."""
 
-    entry_id: str = Field(max_length=64)
+    entry_id: str = Field(pattern=ENTRY_ID)
     consumer: str = Field(max_length=128)
     ticket_id: str = Field(max_length=256)
     reason: str = Field("", max_length=512)
@@ -269,4 +273,4 @@ class ReplicaHeartbeat(WireModel):
     """POST /streams/register."""
 
     status: ReplicaStatus
-    ttl_s: float = Field(gt=0)
+    ttl_s: float = Field(ge=0.001, le=86_400)

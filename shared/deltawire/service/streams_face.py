@@ -10,6 +10,7 @@ from typing import Annotated
 from fastapi import APIRouter, Header, Request, Response, status
 
 from deltawire.protocol.control import (
+    ENTRY_ID,
     STREAMS,
     ClaimRequest,
     FinishReceipt,
@@ -66,7 +67,7 @@ def create_streams_router(streams: ProducerStreams) -> APIRouter:
     @router.post("/finish")
     async def finish(
         request: Request,
-        entry_id: Annotated[str, Header(alias=ENTRY_HEADER, max_length=64)],
+        entry_id: Annotated[str, Header(alias=ENTRY_HEADER, pattern=ENTRY_ID)],
         consumer: Annotated[str, Header(alias=CONSUMER_HEADER, max_length=128)],
         ticket_id: Annotated[str, Header(alias=TICKET_HEADER, max_length=256)],
         idempotency_key: Annotated[str, Header(alias=IDEMPOTENCY_HEADER, max_length=128)],

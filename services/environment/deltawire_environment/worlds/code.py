@@ -3,12 +3,20 @@
 import random
 import re
 
-from pydantic import Field, JsonValue
+from pydantic import BaseModel, Field, JsonValue
 
 from deltawire.job.rows import Row
 from deltawire.job.transcript import Message
-from deltawire.job.world import Action, Episode, Meter, Reply, World, WorldConfig, message_of
-from deltawire.protocol.errors import JobError
+from deltawire.job.world import (
+    Action,
+    BadAction,
+    Episode,
+    Meter,
+    Reply,
+    World,
+    WorldConfig,
+    message_of,
+)
 from deltawire.protocol.rollouts import Task
 from deltawire_environment.sandbox.pool import Mode, Outcome, Program, SandboxPool
 from deltawire_environment.worlds.problems import Problem, Test, equal, make_problem
@@ -133,17 +141,27 @@ def complaint(problem: Problem, outcome: Outcome, passed: list[bool]) -> str:
 
 
 def problem_of(row: Row) -> Problem:
-    """A problem from a data set's row. Raises JobError for a malformed one."""
+    """A problem from a row. Raises BadAction for a malformed one."""
     try:
-        tests = row["tests"]
-        assert isinstance(tests, list)
+        tests = [_TestRow.model_validate(test) for test in _nonempty(row["tests"])]
         return Problem(
             function=str(row["function"]),
             text=str(row["prompt"]),
-            tests=tuple(Test(arguments=t["args"], expected=t["expect"]) for t in tests),  # type: ignore[index,call-overload,arg-type]
+            tests=tuple(Test(arguments=test.args, expected=test.expect) for test in tests),
         )
-    except (KeyError, TypeError, AssertionError) as error:
-        raise JobError(
-            f"a code row is {{function, prompt, tests: [{{args, expect}}]}}; found {sorted(row)} "
-            f"({error!r})"
+    except (KeyError, ValueError) as error:
+        raise BadAction(
+            f"a code row is {{function, prompt, tests: [{{args: [...], expect}}]}}; found "
+            f"{sorted(row)} ({error!r:.200})"
         ) from None
+
+
+class _TestRow(BaseModel):
+    args: list[JsonValue]
+    expect: JsonValue
+
+
+def _nonempty(tests: JsonValue) -> list[JsonValue]:
+    if not isinstance(tests, list) or not tests:
+        raise ValueError("tests is a list of at least one")
+    return tests
