@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deltawire.protocol.errors import ObjectExists, StoreError, StoreUnavailable
+from deltawire.protocol.errors import ObjectExists, ObjectMissing, StoreError, StoreUnavailable
 from deltawire.store.base import Store
 from deltawire.store.open import open_store
 
@@ -77,3 +77,23 @@ def test_a_bucket_that_does_not_exist_is_said_so() -> None:
     with pytest.raises(StoreError, match="NoSuchBucket"):
         store.list()
     store.close()
+
+
+def test_what_did_not_change_is_not_sent_again(s3_bucket: str) -> None:
+    writer, reader = open_store(f"s3://{s3_bucket}"), open_store(f"s3://{s3_bucket}")
+    statuses: list[int] = []
+    reader._client.meta.events.register(
+        "after-call.s3.GetObject",
+        lambda http_response, **_: statuses.append(http_response.status_code),
+    )
+    first = writer.swap("latest.json", b"one", expect=None)
+
+    assert [reader.read("latest.json")[0] for _ in range(2)] == [b"one", b"one"]
+    second = writer.swap("latest.json", b"two", expect=first.etag)
+    body, info = reader.read("latest.json")
+
+    assert (body, info.etag) == (b"two", second.etag)
+    assert statuses == [200, 304, 200]
+    writer.delete(["latest.json"])
+    with pytest.raises(ObjectMissing):
+        reader.read("latest.json")

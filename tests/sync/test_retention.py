@@ -2,6 +2,7 @@
 
 from collections.abc import Set
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,16 +10,17 @@ from deltawire.protocol.chain import Head, Link, plan_route
 from deltawire.protocol.layout import ObjectKind, object_key
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.store.base import ObjectInfo
-from deltawire.sync.retention import linked_keys, plan_links, plan_sweep
+from deltawire.sync.cadence import Cadence, anchor_due
+from deltawire.sync.retention import linked_keys, outlived, plan_links, plan_sweep
 
 
-def _link(kind: ObjectKind, version: int, base: int | None = None) -> Link:
+def _link(kind: ObjectKind, version: int, base: int | None = None, *, size: int = 10) -> Link:
     return Link(
         version=PolicyVersion(version),
         kind=kind,
         key=object_key(kind, version, base=base if kind is ObjectKind.SKIP else None),
         base_version=None if base is None else PolicyVersion(base),
-        bytes=10,
+        bytes=size,
         sha256="0" * 64,
         new_digest="",
     )
@@ -74,6 +76,35 @@ def test_the_anchor_at_the_floor_stays_and_the_deltas_under_it_go() -> None:
 
 def test_without_an_old_anchor_everything_stays() -> None:
     assert plan_links(_head(10, set()), keep_versions=20).drop == []
+
+
+@pytest.mark.parametrize(
+    ("delta_bytes", "anchor_takes", "bound"),
+    [(10, 1, 513 + 128), (10, 40, 513 + 40 + 128), (10**4, 3, 128 + 60), (None, 0, 128)],
+    ids=["tiny deltas", "slow anchors", "large deltas", "every version an anchor"],
+)
+def test_latest_json_stays_small_however_long_the_run(
+    delta_bytes: int | None, anchor_takes: int, bound: int
+) -> None:
+    head, cadence = Head(run_id="r", links=[_link(ObjectKind.ANCHOR, 0, size=10**6)]), Cadence()
+    arriving: list[tuple[int, Link]] = []
+    most = 0
+    for version in range(1, 3000):
+        if delta_bytes is None:
+            link = _link(ObjectKind.ANCHOR, version, size=10**6)
+        else:
+            link = _link(ObjectKind.DELTA, version, version - 1, size=delta_bytes)
+        arrived = [anchor for at, anchor in arriving if at <= version]
+        arriving = [pair for pair in arriving if pair[0] > version]
+        gone = {old.key for old in outlived(head, link, keep_versions=64)}
+        left = [old for old in head.links if old.key not in gone]
+        head = head.model_copy(update={"version": version, "links": [*left, link, *arrived]})
+        most = max(most, len(head.links))
+        if not arriving and anchor_due(head.links, version=version, cadence=cadence):
+            anchor = _link(ObjectKind.ANCHOR, version, size=10**6)
+            arriving.append((version + anchor_takes, anchor))
+
+    assert 64 < most <= bound + 8  # anchors between them
 
 
 def _lying(key: str, modified_at: float) -> ObjectInfo:

@@ -62,6 +62,8 @@ class S3Store:
         )
         self._calls = CallCounter()
         self._conditions_hold = False
+        self._read: dict[str, tuple[bytes, ObjectInfo]] = {}
+        """Objects that were read whole, as they were."""
         self._client = boto3.client(
             "s3",
             endpoint_url=endpoint_url,
@@ -126,13 +128,20 @@ class S3Store:
         return info
 
     def read(self, key: str, *, max_bytes: int = 16 * 2**20) -> tuple[bytes, ObjectInfo]:
-        """A small object whole."""
-        name = self._name(key)
+        """A small object whole; its bytes travel only when it changed since the last read."""
+        name, known = self._name(key), self._read.get(key)
+        condition = {} if known is None else {"IfNoneMatch": known[1].etag}
         with self._translated(key):
-            answer = self._client.get_object(Bucket=self._bucket, Key=name)
+            try:
+                answer = self._client.get_object(Bucket=self._bucket, Key=name, **condition)
+            except ClientError as error:
+                if known is None or _status(error) != "304":
+                    raise
+                return known
             info = _info(key, answer, size=answer["ContentLength"])
             _refuse_larger(info, max_bytes)
-            return answer["Body"].read(), info
+            self._read[key] = (answer["Body"].read(), info)
+            return self._read[key]
 
     def swap(self, key: str, body: bytes, *, expect: str | None) -> ObjectInfo:
         """PutObject under `If-Match` (or `If-None-Match: *`): a true compare-and-swap."""
@@ -243,7 +252,7 @@ class S3Store:
             yield
         except ClientError as error:
             code = str(error.response.get("Error", {}).get("Code", ""))
-            status = str(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
+            status = _status(error)
             if code in _CONDITION or status == "412":
                 raise Fenced(
                     f"{key} in {self.uri} was changed by another writer; this one must stop"
@@ -254,6 +263,10 @@ class S3Store:
             raise kind(f"{key} in {self.uri}: {error}") from error
         except BotoCoreError as error:
             raise StoreUnavailable(f"{key} in {self.uri}: {error}") from error
+
+
+def _status(error: ClientError) -> str:
+    return str(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", ""))
 
 
 def _info(key: str, answer: dict[str, Any], *, size: int) -> ObjectInfo:

@@ -20,7 +20,6 @@ from deltawire.protocol.versions import PolicyVersion
 from deltawire.store.base import Store
 from deltawire.sync.ledger import Ledger
 from deltawire.sync.published import WholeBits
-from deltawire.sync.retention import plan_links
 from deltawire.sync.upload import upload_object
 
 
@@ -100,15 +99,6 @@ class WholeAdapters:
                 self._store, path, written, kind=ObjectKind.ADAPTER, epoch=epoch
             )
         )
-
-    def outlived(self, link: Link, *, keep_versions: int) -> list[Link]:
-        """Links that no route needs once this one is there; none until there are many."""
-        if link.kind is not ObjectKind.ADAPTER:
-            return []
-        head = self._ledger.head
-        wider = head.model_copy(update={"version": link.version, "links": [*head.links, link]})
-        drop = plan_links(wider, keep_versions=keep_versions).drop
-        return drop if len(drop) >= keep_versions else []
 
 
 def goes_whole(links: Sequence[Link], *, delta_bytes: int, adapter_bytes: int) -> bool:

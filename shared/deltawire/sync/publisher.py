@@ -42,7 +42,7 @@ from deltawire.sync.founding import enter_run
 from deltawire.sync.ledger import Ledger
 from deltawire.sync.options import ANCHOR_SHARD_BYTES, KEEP_VERSIONS, PublishOptions
 from deltawire.sync.published import PublishedBits, WholeBits
-from deltawire.sync.retention import GRACE_S
+from deltawire.sync.retention import GRACE_S, outlived
 from deltawire.sync.upload import upload_object
 
 
@@ -231,9 +231,9 @@ class Publisher:
                 self._discard()
                 raise
         sent = self._clock()
-        outlived = self._outlived(stored.link)
+        gone = outlived(self._ledger.head, stored.link, keep_versions=self._keep_versions)
         try:
-            self._ledger.write(version=pending.version, add=[stored.link], drop=outlived)
+            self._ledger.write(version=pending.version, add=[stored.link], drop=gone)
         except StoreUnavailable:
             with self._turn:
                 self._unsettled = stored.digest
@@ -243,7 +243,7 @@ class Publisher:
             self._discard()
             raise
         self._advance(pending, stored.digest)
-        if outlived:
+        if gone:
             self._background.start_sweep()
         now = self._clock()
         record = _record(pending, stored, self.layout).model_copy(
@@ -339,12 +339,6 @@ class Publisher:
             encode_s=encoded - begun,
             upload_s=upload_s,
         )
-
-    def _outlived(self, link: Link) -> list[Link]:
-        """Links that leave with a commit; where anchors are written, they leave with those."""
-        if self._adapters is None:
-            return []
-        return self._adapters.outlived(link, keep_versions=self._keep_versions)
 
     def _link_whole_adapter(self, adapters: WholeAdapters) -> None:
         """See that the newest version can be had without a delta."""

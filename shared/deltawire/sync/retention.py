@@ -41,12 +41,23 @@ def plan_links(head: Head, *, keep_versions: int) -> LinkPlan:
         return LinkPlan(keep=list(head.links), drop=[])
     floor = max(link.version for link in alone)
     below = max((link.version for link in alone if link.kind is ObjectKind.ANCHOR), default=floor)
-    keep = [
-        link
-        for link in head.links
-        if _leads_past(link, floor) or (link.kind is ObjectKind.ANCHOR and link.version == below)
-    ]
-    return LinkPlan(keep=keep, drop=[link for link in head.links if link not in keep])
+    plan = LinkPlan(keep=[], drop=[])
+    for link in head.links:
+        lowest = link.kind is ObjectKind.ANCHOR and link.version == below
+        (plan.keep if lowest or _leads_past(link, floor) else plan.drop).append(link)
+    return plan
+
+
+def outlived(head: Head, link: Link, *, keep_versions: int) -> list[Link]:
+    """Links that no route needs once `link` is committed, its version the newest; none until there
+    are `keep_versions`, so that they leave together.
+
+    With anchors at most `d` deltas apart latest.json so holds at most d + 2 * keep_versions links
+    of deltas, however long the run: about 400 bytes each.
+    """
+    wider = head.model_copy(update={"version": link.version, "links": [*head.links, link]})
+    drop = plan_links(wider, keep_versions=keep_versions).drop
+    return drop if len(drop) >= keep_versions else []
 
 
 def _leads_past(link: Link, floor: int) -> bool:
