@@ -92,13 +92,45 @@ def test_masters_may_be_published_as_fp16_or_whole() -> None:
 def test_a_denser_diff_than_expected_only_makes_more_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("deltawire.codec.diff._ROOM", 64)
+    monkeypatch.setattr("deltawire.codec.diff.ROOM", 64)
     layout = Layout([TensorSpec(name="w", shape=[5000], dtype="BF16")])
     shadow = Shadow.of([("w", torch.zeros(5000))], layout, loops=kernels.load())
 
     found = shadow.diff([("w", torch.ones(5000))])
 
     assert np.array_equal(found[0].indices, np.arange(5000))
+
+
+class Wrapped(torch.Tensor):
+    """A type of its own, as quantisers and parallel layers make them."""
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_weights_may_lie_in_any_order_and_be_of_any_tensor_type(way: str) -> None:
+    layout = Layout([TensorSpec(name=n, shape=[70, 90], dtype="BF16") for n in ("a", "b", "c")])
+    zero = torch.zeros(70, 90, dtype=torch.bfloat16)
+    moved = zero.clone()
+    moved[3, 5] = moved[60, 0] = 1.0
+    shadow = Shadow.of([(name, zero) for name in layout], layout, **WAYS[way])
+    across = moved.t().contiguous().t()
+    found = shadow.diff([("a", across), ("b", moved.as_subclass(Wrapped)),
+                         ("c", torch.nn.Parameter(moved))])  # fmt: skip
+
+    assert [patch.indices.tolist() for patch in found] == [[3 * 90 + 5, 60 * 90]] * 3
+
+
+def test_bits_that_are_not_the_layouts_are_refused_and_locked_ones_copied() -> None:
+    layout, (zero, one, _) = three_versions()
+    for wrong in ({}, {"w": np.zeros(11, np.uint16)}, {"w": np.zeros(12, np.uint8)}):
+        with pytest.raises(LayoutMismatch, match="12 elements of uint16"):
+            Shadow(layout, wrong)
+    locked = bits_of(zero[0][1].to(torch.bfloat16)).copy()
+    locked.flags.writeable = False
+
+    found = Shadow(layout, {"w": locked}).diff(one)
+
+    assert_same(found, Shadow.of(zero, layout).diff(one))
+    assert np.array_equal(locked, bits_of(zero[0][1].to(torch.bfloat16)))
 
 
 @pytest.mark.parametrize("way", list(WAYS))

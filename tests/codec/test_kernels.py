@@ -59,8 +59,8 @@ def test_both_round_masters_alike(seed: int, size: int) -> None:
     shadow = (master >> np.uint32(16)).astype(np.uint16)  # near misses: cut, not rounded
     shadow[rng.random(size) < 0.2] = rng.choice(np.array([0x7F80, 0x8000, 0], np.uint16))
 
-    mine = run(COMPILED, master, shadow.copy(), 4096, rounded=True)
-    plain = run(PLAIN, master, shadow.copy(), 4096, rounded=True)
+    mine = run(COMPILED, master, shadow.copy(), 4096)
+    plain = run(PLAIN, master, shadow.copy(), 4096)
 
     for found, expected in zip(mine, plain, strict=True):
         assert np.array_equal(found, expected)
@@ -138,18 +138,33 @@ def test_both_split_and_join_rotated_patterns_alike() -> None:
 
 
 def run(
-    loops: Kernels, new: BitArray, shadow: BitArray, room: int, *, rounded: bool = False
+    loops: Kernels, new: BitArray, shadow: BitArray, room: int
 ) -> tuple[IndexArray, BitArray, BitArray, BitArray]:
-    """Call until the end is reached, with twice the room each time."""
-    find = loops.find_rounded_changes if rounded else loops.find_changes
+    """Call until the end is reached, with twice the room each time. The array is cut into three
+    stretches, the second of them empty."""
+    cut = new.size // 3
+    pairs = np.array(
+        [addressed(new, shadow, *ends) for ends in ((0, cut), (cut, cut), (cut, None))]
+    )
+    ends = np.full(3, -1, np.int64)
     indices = np.empty(room, np.int32)
     values, old = np.empty(room, shadow.dtype), np.empty(room, shadow.dtype)
-    at = count = 0
+    row = element = count = 0
     while True:
-        at, count = find(new, shadow, at, indices, values, old, count)
-        if at == new.size:
+        row, element, count = loops.find_changes(
+            pairs, new.dtype, row, element, indices, values, old, count, ends
+        )
+        if row == 3:
+            below = np.searchsorted(indices[:count], cut)
+            assert ends.tolist() == [below, below, count]
             return indices[:count], values[:count], old[:count], shadow
         more = np.empty(indices.size, indices.dtype)
         indices = np.concatenate([indices, more])
         values = np.concatenate([values, more.astype(values.dtype)])
         old = np.concatenate([old, more.astype(old.dtype)])
+
+
+def addressed(new: BitArray, shadow: BitArray, begin: int, end: int | None) -> list[int]:
+    """A row of pairs."""
+    a, b = new[begin:end], shadow[begin:end]
+    return [a.ctypes.data, b.ctypes.data, a.size, begin]

@@ -12,7 +12,7 @@ and moves the shadow in one pass; what it moved stays *pending* until the versio
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from threading import Lock
 
 import numpy as np
@@ -26,14 +26,14 @@ from deltawire.codec.kernels import Kernels
 from deltawire.codec.kernels_numpy import rounded
 from deltawire.codec.parallel import mapped
 from deltawire.codec.patch import Layout, OldValues, SparsePatch, TensorLayout
+from deltawire.codec.sweep import ROOM, Sweep
 from deltawire.protocol.errors import LayoutMismatch
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 """``model.named_parameters()`` or any like it. Names outside the layout (tied) are passed over."""
 
-_Find = Callable[[BitArray, BitArray, int, IndexArray, BitArray, BitArray, int], tuple[int, int]]
-_ROOM = 1 << 19
-"""Changes that the output buffers hold at first; numpy's loops need 2^18 at a time."""
+_Members = list[tuple[TensorLayout, torch.Tensor]]
+
 _LINE_BYTES = 64
 """Tensors of the shadow begin on cache lines."""
 _CALL_ELEMENTS = 1 << 16
@@ -57,20 +57,18 @@ class Shadow:
         loops: Kernels | None = None,
         on_device: bool | None = None,
     ) -> None:
-        """`bits` are taken over, not copied. `on_device` compares where the weights live, with a
-        second copy of the bits there (diff_device.py); None: when they are not on the CPU."""
+        """`bits` are taken over; copied only where they cannot be written. `on_device` compares
+        where the weights live, with a second copy of the bits there (diff_device.py); None: when
+        they are not on the CPU."""
         self.layout = layout
-        self._bits = dict(bits)
+        self._bits = {name: _in_place(tensor, bits) for name, tensor in layout.items()}
+        self._addresses = {name: held.ctypes.data for name, held in self._bits.items()}
         self._pending: deque[list[SparsePatch]] = deque()
         self._lock = Lock()
-        self._rooms: list[_ChangeRoom] = []
+        self._most_found = 0
         self._on_device = on_device
         self._beside: DeviceBits | None = None
         self._loops = loops if loops is not None else kernels.load()
-        for name in layout:
-            held = self._bits.get(name)
-            if held is None or held.size != layout[name].numel:
-                raise LayoutMismatch(f"{name}: the shadow needs {layout[name].numel} elements")
 
     @classmethod
     def of(
@@ -155,37 +153,56 @@ class Shadow:
         self, tensors: Mapping[str, torch.Tensor], threads: int
     ) -> dict[str, SparsePatch]:
         """Compare on the CPU, the tensors dealt out to threads by size."""
-        hands: list[list[str]] = [[] for _ in range(threads)]
         held = [0] * threads
+        owner: dict[str, int] = {}
         for name in sorted(tensors, key=lambda name: -self.layout[name].numel):
-            least = held.index(min(held))
-            hands[least].append(name)
+            owner[name] = least = held.index(min(held))
             held[least] += self.layout[name].numel + _CALL_ELEMENTS
+        hands = [[n for n in tensors if owner[n] == hand] for hand in range(threads)]
 
-        def compare(hand: int) -> list[SparsePatch]:
-            room = self._rooms[hand]
-            return [self._diff_one(self.layout[n], tensors[n], room) for n in hands[hand]]
+        def compare(hand: list[str]) -> list[SparsePatch]:
+            return list(self._sweep([(self.layout[name], tensors[name]) for name in hand]))
 
-        while len(self._rooms) < threads:
-            self._rooms.append(_ChangeRoom())
-        found = mapped(compare, range(threads), threads=threads)
+        found = mapped(compare, hands, threads=threads)
+        self._most_found = max(sum(patch.changed for patch in patches) for patches in found)
         return {patch.name: patch for patches in found for patch in patches}
 
-    def _diff_one(
-        self, tensor: TensorLayout, source: torch.Tensor, room: "_ChangeRoom"
-    ) -> SparsePatch:
-        fused = source.dtype == torch.float32 and tensor.dtype == "BF16"
-        find = self._loops.find_rounded_changes if fused else self._loops.find_changes
-        shadow = self._bits[tensor.name]
-        room.begin(tensor)
-        if fused or source.dtype == torch_type(tensor.dtype):
-            room.fill(find, bits_of(source), shadow)
-        else:
+    def _sweep(self, hand: Iterable[tuple[TensorLayout, torch.Tensor]]) -> Iterator[SparsePatch]:
+        """One thread's share: what is of one kind is compared in one call."""
+        kinds: dict[tuple[torch.dtype, str, object], _Members] = {}
+        for tensor, source in hand:
+            kind = (source.dtype, tensor.dtype, tensor.index_type)
+            kinds.setdefault(kind, []).append((tensor, source))
+        room = max(ROOM, ROOM // 2 + self._most_found * 5 // 4)
+        for (dtype, published, _), members in kinds.items():
+            rounds = (dtype, published) == (torch.float32, "BF16")
+            sweep = Sweep(self._loops, members[0][0], rounds=rounds, room=room)
+            if rounds or dtype == torch_type(published):
+                yield from self._compared(sweep, members)
+            else:
+                yield from self._cast_and_compared(sweep, members)
+
+    def _compared(self, sweep: Sweep, members: _Members) -> Iterator[SparsePatch]:
+        for tensor, source in members:
+            sweep.add(source, self._addresses[tensor.name])
+        begin = 0
+        for (tensor, _), end in zip(members, sweep.run(), strict=True):
+            if end > begin:
+                yield sweep.patch(tensor.name, begin, end)
+            begin = end
+
+    def _cast_and_compared(self, sweep: Sweep, members: _Members) -> Iterator[SparsePatch]:
+        """Tensors that no loop casts in passing, piece by piece."""
+        for tensor, source in members:
+            before = sweep.found
             flat = source.detach().reshape(-1)
             for begin in range(0, tensor.numel, _CAST_CHUNK):
                 part = flat[begin : begin + _CAST_CHUNK].to(torch_type(tensor.dtype))
-                room.fill(find, bits_of(part), shadow[begin : begin + _CAST_CHUNK], begin)
-        return room.patch(tensor.name)
+                at = self._addresses[tensor.name] + begin * tensor.bits.itemsize
+                sweep.add(part, at, begin=begin)
+                sweep.run()
+            if sweep.found > before:
+                yield sweep.patch(tensor.name, before, sweep.found)
 
     def _publish_dense(self, tensor: TensorLayout, source: torch.Tensor) -> None:
         """Take the tensor as published, without recording changes."""
@@ -209,6 +226,16 @@ def _room_for(layout: Layout) -> dict[str, BitArray]:
         tensor.name: memory[places[tensor.name] :][: tensor.nbytes].view(tensor.bits)
         for tensor in layout.values()
     }
+
+
+def _in_place(tensor: TensorLayout, bits: Mapping[str, BitArray]) -> BitArray:
+    """Memory that the loops may write to. Raises LayoutMismatch where the tensor does not fit."""
+    held = bits.get(tensor.name)
+    if held is None or held.size != tensor.numel or held.dtype != tensor.bits:
+        wanted = f"{tensor.numel} elements of {tensor.bits}"
+        found = "none" if held is None else f"{held.size} of {held.dtype}"
+        raise LayoutMismatch(f"{tensor.name}: the shadow needs {wanted}, found {found}")
+    return np.require(held.reshape(-1), requirements=["C", "W"])
 
 
 def published_bits(source: torch.Tensor, dtype: str) -> BitArray:
@@ -238,56 +265,6 @@ def _chosen(named_tensors: NamedTensors, layout: Layout) -> Iterator[tuple[str, 
         yield name, source
     if missing:
         raise LayoutMismatch(f"{len(missing)} tensors were not given, among them {min(missing)}")
-
-
-class _ChangeRoom:
-    """Output buffers of one thread: they serve one tensor after another, diff after diff (fresh
-    pages would cost more than the copies out of them), and grow when a diff is dense."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._indices: IndexArray = np.empty(0, np.int32)
-        self._values: BitArray = np.empty(0, np.uint16)
-        self._old: BitArray = np.empty(0, np.uint16)
-
-    def begin(self, tensor: TensorLayout) -> None:
-        """Empty, and of this tensor's types."""
-        self._count = 0
-        size = max(self._indices.size, _ROOM)
-        if self._indices.size == 0 or self._indices.dtype != tensor.index_type:
-            self._indices = np.empty(size, tensor.index_type)
-        if self._values.size != size or self._values.dtype != tensor.bits:
-            self._values = np.empty(size, tensor.bits)
-            self._old = np.empty(size, tensor.bits)
-
-    def fill(self, find: _Find, new: BitArray, shadow: BitArray, offset: int = 0) -> None:
-        """Run a kernel over a stretch that stands at `offset` of the tensor."""
-        start, at = self._count, 0
-        while True:
-            at, self._count = find(
-                new, shadow, at, self._indices, self._values, self._old, self._count
-            )
-            if at == new.size:
-                break
-            self._grow()
-        if offset:
-            self._indices[start : self._count] += offset
-
-    def patch(self, name: str) -> SparsePatch:
-        """What was found, in arrays of its own."""
-        found = slice(0, self._count)
-        return SparsePatch(
-            name=name,
-            indices=self._indices[found].copy(),
-            values=self._values[found].copy(),
-            old=self._old[found].copy(),
-        )
-
-    def _grow(self) -> None:
-        extra = max(self._indices.size, _ROOM)
-        self._indices = np.concatenate([self._indices, np.empty(extra, self._indices.dtype)])
-        self._values = np.concatenate([self._values, np.empty(extra, self._values.dtype)])
-        self._old = np.concatenate([self._old, np.empty(extra, self._old.dtype)])
 
 
 class _Before:

@@ -6,7 +6,7 @@ import: each loop compiles at its first call and is kept in numba's cache where 
 """
 
 from functools import cache
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -18,33 +18,28 @@ class Kernels(Protocol):
 
     def find_changes(
         self,
-        new: BitArray,
-        shadow: BitArray,
-        first: int,
+        pairs: IndexArray,
+        source: np.dtype[Any],
+        row: int,
+        element: int,
         indices: IndexArray,
         values: BitArray,
         old: BitArray,
         count: int,
-    ) -> tuple[int, int]:
-        """Compare from element `first`; write what differs at `count` and on, update the shadow.
+        ends: IndexArray,
+    ) -> tuple[int, int, int]:
+        """Compare weights with the shadow; write what differs at `count` and on, move the shadow.
 
-        Returns (next element, count). Stops early when the outputs may overflow: grow, call again.
-        """
-        ...
+        A row of `pairs` [n, 4] is a stretch of both: the address of the weights' bits, of type
+        `source`; that of the shadow's, of the type of `values`; elements; the position of the
+        first. Starts at `element` of `row`. Puts the count at its end into `ends` for each row.
 
-    def find_rounded_changes(
-        self,
-        master: BitArray,
-        shadow: BitArray,
-        first: int,
-        indices: IndexArray,
-        values: BitArray,
-        old: BitArray,
-        count: int,
-    ) -> tuple[int, int]:
-        """``find_changes`` of fp32 bits rounded to bf16 (to nearest, ties to even) in passing.
+        Weights of uint32 beside a shadow of uint16 are fp32, rounded to bf16 in passing (to
+        nearest, ties to even). A NaN keeps its sign and upper payload and becomes quiet, whatever
+        torch's cast makes of it.
 
-        A NaN keeps its sign and upper payload and becomes quiet, whatever torch's cast makes of it.
+        Returns (row, element, count), where row is n at the end. Stops early when the outputs may
+        overflow: grow, call again.
         """
         ...
 

@@ -9,14 +9,17 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import carray, njit, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
 
 from deltawire.codec.bits import BitArray, IndexArray
 
 _U64 = np.uint64
 _GROUP_BYTES = 64
-"""Compared at once: a cache line."""
+"""Of the shadow, compared at once: a cache line."""
+_AHEAD_BYTES = 8192
+"""How far ahead memory is asked for: what the loop does with a change must not stop the stream."""
 
 
 def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -28,59 +31,81 @@ def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     return compiled
 
 
-def _load(context, builder, signature, args, array, lanes):  # type: ignore[no-untyped-def]
-    """`lanes` elements of the array argument, from the index argument that follows it."""
+@intrinsic
+def _pointer(typing_context, address, like):  # type: ignore[no-untyped-def]
+    """The address, pointing to elements of the type of the array `like`."""
+    pointer = types.CPointer(like.dtype)
+
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        return builder.inttoptr(args[0], context.get_value_type(pointer))
+
+    return pointer(address, like), generate
+
+
+def _place(context, builder, signature, args, array, lanes):  # type: ignore[no-untyped-def]
+    """Where `lanes` elements of the array argument begin, at the index argument after it."""
     struct = context.make_array(signature.args[array])(context, builder, args[array])
-    width = signature.args[array].dtype.bitwidth
-    vector = ir.VectorType(ir.IntType(width), lanes)
-    first = builder.gep(struct.data, [args[array + 1]])
-    return builder.load(builder.bitcast(first, vector.as_pointer()), align=width // 8)
+    vector = ir.VectorType(ir.IntType(signature.args[array].dtype.bitwidth), lanes)
+    return builder.bitcast(builder.gep(struct.data, [args[array + 1]]), vector.as_pointer())
 
 
-def _mask(builder, left, right):  # type: ignore[no-untyped-def]
-    """Bit k is set where lane k differs."""
-    lanes = left.type.count
-    mask = builder.bitcast(builder.icmp_unsigned("!=", left, right), ir.IntType(lanes))
-    return builder.zext(mask, ir.IntType(64)) if lanes < 64 else mask
+def _load(context, builder, signature, args, array, lanes):  # type: ignore[no-untyped-def]
+    """Those elements."""
+    place = _place(context, builder, signature, args, array, lanes)
+    return builder.load(place, align=signature.args[array].dtype.bitwidth // 8)
+
+
+def _rounded_lanes(builder, bits):  # type: ignore[no-untyped-def]
+    """What ``_rounded`` does, in all lanes."""
+    wide = bits.type
+
+    def all_lanes(value):  # type: ignore[no-untyped-def]
+        return ir.Constant(wide, [value] * wide.count)
+
+    top = builder.lshr(bits, all_lanes(16))
+    half = builder.add(builder.and_(top, all_lanes(1)), all_lanes(0x7FFF))
+    near = builder.lshr(builder.add(bits, half), all_lanes(16))
+    nan = builder.icmp_unsigned(">", builder.shl(bits, all_lanes(1)), all_lanes(0xFF000000))
+    quiet = builder.or_(top, all_lanes(0x40))
+    return builder.trunc(
+        builder.select(nan, quiet, near), ir.VectorType(ir.IntType(16), wide.count)
+    )
 
 
 @intrinsic
-def _differing(typing_context, left, i, right, j):  # type: ignore[no-untyped-def]
-    """Bit k is set when left[i + k] != right[j + k], for the elements of 64 bytes.
+def _differing(typing_context, new, i, shadow, j):  # type: ignore[no-untyped-def]
+    """Bit k is set when new[i + k], as published, != shadow[j + k], for 64 bytes of the shadow.
 
     One comparison of vectors, which LLVM lowers to what the processor has.
     """
-    lanes = _GROUP_BYTES * 8 // left.dtype.bitwidth
+    lanes = _GROUP_BYTES * 8 // shadow.dtype.bitwidth
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
         here = (context, builder, signature, args)
-        return _mask(builder, _load(*here, 0, lanes), _load(*here, 2, lanes))
+        fresh, kept = _load(*here, 0, lanes), _load(*here, 2, lanes)
+        if fresh.type != kept.type:
+            fresh = _rounded_lanes(builder, fresh)
+        differ = builder.icmp_unsigned("!=", fresh, kept)
+        mask = builder.bitcast(differ, ir.IntType(lanes))
+        return builder.zext(mask, ir.IntType(64)) if lanes < 64 else mask
 
-    return types.uint64(left, i, right, j), generate
+    return types.uint64(new, i, shadow, j), generate
 
 
 @intrinsic
-def _differing_rounded(typing_context, master, i, shadow, j):  # type: ignore[no-untyped-def]
-    """``_differing`` of 32 fp32 patterns, rounded as ``_rounded`` does, and bf16 ones."""
-    lanes = 32
-    wide = ir.VectorType(ir.IntType(32), lanes)
-
-    def all_lanes(value):  # type: ignore[no-untyped-def]
-        return ir.Constant(wide, [value] * lanes)
+def _prefetch(typing_context, array, i):  # type: ignore[no-untyped-def]
+    """Ask for the cache line of an element, which need not exist."""
 
     def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        here = (context, builder, signature, args)
-        bits, kept = _load(*here, 0, lanes), _load(*here, 2, lanes)
-        top = builder.lshr(bits, all_lanes(16))
-        half = builder.add(builder.and_(top, all_lanes(1)), all_lanes(0x7FFF))
-        near = builder.lshr(builder.add(bits, half), all_lanes(16))
-        nan = builder.icmp_unsigned(">", builder.shl(bits, all_lanes(1)), all_lanes(0xFF000000))
-        quiet = builder.or_(top, all_lanes(0x40))
-        narrow = ir.VectorType(ir.IntType(16), lanes)
-        fresh = builder.trunc(builder.select(nan, quiet, near), narrow)
-        return _mask(builder, fresh, kept)
+        place = _place(context, builder, signature, args, 0, 1)
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        hints = [ir.Constant(word, hint) for hint in (0, 3, 1)]  # to read, near, data
+        builder.call(function, [builder.bitcast(place, byte), *hints])
+        return context.get_dummy_value()
 
-    return types.uint64(master, i, shadow, j), generate
+    return types.none(array, i), generate
 
 
 @intrinsic
@@ -104,84 +129,86 @@ def _rounded(bits):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _emit(value, shadow, j, indices, values, old, count):  # type: ignore[no-untyped-def]
-    indices[count] = j
+def _emit(value, shadow, j, begin, indices, values, old, count):  # type: ignore[no-untyped-def]
+    indices[count] = begin + j
     values[count] = value
     old[count] = shadow[j]
     shadow[j] = value
 
 
-@_compiled
-def _find_changes(new, shadow, first, indices, values, old, count):  # type: ignore[no-untyped-def]
-    group = _GROUP_BYTES // new.itemsize
+def _published(value, shadow):  # type: ignore[no-untyped-def]
+    """The value as the shadow keeps it; only for compiled code."""
+    raise NotImplementedError
+
+
+@overload(_published)
+def _published_compiled(value, shadow):  # type: ignore[no-untyped-def]
+    if value.bitwidth == shadow.dtype.bitwidth:
+        return lambda value, shadow: value
+    return lambda value, shadow: _rounded(value)
+
+
+@njit(nogil=True)
+def _find_in_one(new, shadow, first, begin, indices, values, old, count):  # type: ignore[no-untyped-def]
+    group = _GROUP_BYTES // shadow.itemsize
+    ahead = _AHEAD_BYTES // shadow.itemsize
+    lines = new.itemsize // shadow.itemsize
     whole = new.size // group * group
     for i in range(first, whole, group):
+        _prefetch(shadow, i + ahead)
+        for line in range(lines):
+            _prefetch(new, i + ahead + line * (group // lines))
         differ = _differing(new, i, shadow, i)
         if differ and count + group > indices.size:
             return i, count
         while differ:
             j = i + np.int64(_lowest_bit(differ))
             differ &= differ - _U64(1)
-            _emit(new[j], shadow, j, indices, values, old, count)
+            _emit(_published(new[j], shadow), shadow, j, begin, indices, values, old, count)
             count += 1
     if count + group > indices.size:
         return max(first, whole), count
     for k in range(max(first, whole), new.size):
-        if new[k] != shadow[k]:
-            _emit(new[k], shadow, k, indices, values, old, count)
+        fresh = _published(new[k], shadow)
+        if fresh != shadow[k]:
+            _emit(fresh, shadow, k, begin, indices, values, old, count)
             count += 1
     return new.size, count
 
 
-def find_changes(
-    new: BitArray,
-    shadow: BitArray,
-    first: int,
-    indices: IndexArray,
-    values: BitArray,
-    old: BitArray,
-    count: int,
-) -> tuple[int, int]:
-    """See kernels.py."""
-    at, found = _find_changes(new, shadow, first, indices, values, old, count)
-    return int(at), int(found)
-
-
 @_compiled
-def _find_rounded_changes(master, shadow, first, indices, values, old, count):  # type: ignore[no-untyped-def]
-    group = 32
-    whole = master.size // group * group
-    for i in range(first, whole, group):
-        differ = _differing_rounded(master, i, shadow, i)
-        if differ and count + group > indices.size:
-            return i, count
-        while differ:
-            j = i + np.int64(_lowest_bit(differ))
-            differ &= differ - _U64(1)
-            _emit(_rounded(master[j]), shadow, j, indices, values, old, count)
-            count += 1
-    if count + group > indices.size:
-        return max(first, whole), count
-    for k in range(max(first, whole), master.size):
-        fresh = _rounded(master[k])
-        if fresh != shadow[k]:
-            _emit(fresh, shadow, k, indices, values, old, count)
-            count += 1
-    return master.size, count
+def _find_changes(pairs, like, row, element, indices, values, old, count, ends):  # type: ignore[no-untyped-def]
+    for r in range(row, pairs.shape[0]):
+        size = pairs[r, 2]
+        new = carray(_pointer(pairs[r, 0], like), size)
+        shadow = carray(_pointer(pairs[r, 1], values), size)
+        element, count = _find_in_one(
+            new, shadow, element, pairs[r, 3], indices, values, old, count
+        )
+        if element < size:
+            return r, element, count
+        ends[r] = count
+        element = 0
+    return pairs.shape[0], 0, count
 
 
-def find_rounded_changes(
-    master: BitArray,
-    shadow: BitArray,
-    first: int,
+def find_changes(
+    pairs: IndexArray,
+    source: np.dtype[Any],
+    row: int,
+    element: int,
     indices: IndexArray,
     values: BitArray,
     old: BitArray,
     count: int,
-) -> tuple[int, int]:
+    ends: IndexArray,
+) -> tuple[int, int, int]:
     """See kernels.py."""
-    at, found = _find_rounded_changes(master, shadow, first, indices, values, old, count)
-    return int(at), int(found)
+    like = np.empty(0, source)
+    row, element, count = _find_changes(
+        pairs, like, row, element, indices, values, old, count, ends
+    )
+    return int(row), int(element), int(count)
 
 
 @njit(inline="always")

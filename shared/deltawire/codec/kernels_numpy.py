@@ -12,28 +12,49 @@ _MASK = (1 << 64) - 1
 _U64 = np.uint64
 
 
+class _Memory:
+    """Elements at an address, for ``np.asarray``."""
+
+    def __init__(self, address: int, elements: int, dtype: np.dtype[Any]) -> None:
+        self.__array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "shape": (elements,),
+            "typestr": dtype.str,
+        }
+
+
 def find_changes(
-    new: BitArray,
-    shadow: BitArray,
-    first: int,
+    pairs: IndexArray,
+    source: np.dtype[Any],
+    row: int,
+    element: int,
     indices: IndexArray,
     values: BitArray,
     old: BitArray,
     count: int,
-) -> tuple[int, int]:
+    ends: IndexArray,
+) -> tuple[int, int, int]:
     """See kernels.py."""
-    for begin in range(first, new.size, _CHUNK):
-        fresh, kept = new[begin : begin + _CHUNK], shadow[begin : begin + _CHUNK]
-        if count + fresh.size > indices.size:
-            return begin, count
-        hits = _differing(fresh, kept)
-        end = count + hits.size
-        indices[count:end] = hits + begin
-        old[count:end] = kept[hits]
-        values[count:end] = fresh[hits]
-        kept[hits] = fresh[hits]
-        count = end
-    return new.size, count
+    for r in range(row, len(pairs)):
+        at, beside, elements, begin = pairs[r].tolist()
+        weights = np.asarray(_Memory(at, elements, source))
+        shadow = np.asarray(_Memory(beside, elements, values.dtype))
+        for first in range(element, elements, _CHUNK):
+            fresh, kept = weights[first : first + _CHUNK], shadow[first : first + _CHUNK]
+            if count + fresh.size > indices.size:
+                return r, first, count
+            if fresh.itemsize != kept.itemsize:
+                fresh = rounded(fresh)
+            hits = _differing(fresh, kept)
+            end = count + hits.size
+            indices[count:end] = hits + (first + begin)
+            old[count:end] = kept[hits]
+            values[count:end] = kept[hits] = fresh[hits]
+            count = end
+        ends[r] = count
+        element = 0
+    return len(pairs), 0, count
 
 
 def _differing(fresh: BitArray, kept: BitArray) -> IndexArray:
@@ -45,27 +66,6 @@ def _differing(fresh: BitArray, kept: BitArray) -> IndexArray:
     near = np.concatenate([near, np.arange(whole, fresh.size)])
     hits: IndexArray = near[fresh[near] != kept[near]]
     return hits
-
-
-def find_rounded_changes(
-    master: BitArray,
-    shadow: BitArray,
-    first: int,
-    indices: IndexArray,
-    values: BitArray,
-    old: BitArray,
-    count: int,
-) -> tuple[int, int]:
-    """See kernels.py."""
-    for begin in range(first, master.size, _CHUNK):
-        fresh = rounded(master[begin : begin + _CHUNK])
-        if count + fresh.size > indices.size:
-            return begin, count
-        kept = shadow[begin : begin + _CHUNK]
-        _, end = find_changes(fresh, kept, 0, indices, values, old, count)
-        indices[count:end] += begin
-        count = end
-    return master.size, count
 
 
 def rounded(master: BitArray) -> BitArray:
