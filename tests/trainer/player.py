@@ -15,6 +15,7 @@ from deltawire.protocol.rollouts import Rollout, RolloutGroup, Sequence, Ticket
 from deltawire.protocol.versions import PolicyVersion, spans_of
 from deltawire.store.base import Store
 from deltawire.streams.base import Lease, ProducerStreams
+from deltawire.sync.adapters import merged
 from deltawire.sync.follower import Follower
 from deltawire.sync.replay import empty_tensors, replay
 
@@ -127,10 +128,12 @@ class Player:
             config = AutoConfig.from_pretrained(self.follower.model_dir())
             self.model = AutoModelForCausalLM.from_config(config).float()
         masters = dict(self.model.named_parameters())
+        layout, adapter = tensors.layout, self.follower.manifest().adapter
+        bits = dict(tensors.named_bits())
+        plain = ((n, tensor_of(bits[n], layout[n].dtype, layout[n].shape)) for n in bits)
         with torch.no_grad():
-            for name, bits in tensors.named_bits():
-                spec = self.follower.layout()[name]
-                masters[name].copy_(tensor_of(bits, spec.dtype, spec.shape))
+            for name, weight in plain if adapter is None else merged(bits, layout, adapter):
+                masters[name].copy_(weight)
         self.version, self.digest = int(head.version), str(digest)
 
     async def _register(self) -> None:

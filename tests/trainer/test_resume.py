@@ -78,11 +78,11 @@ def assert_same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor
         assert np.array_equal(bits_of(tensor), bits_of(other[name])), name
 
 
-async def straight(tmp_path: Path, base: Path, steps: int) -> TrainerStatus:
+async def straight(tmp_path: Path, base: Path, steps: int, **options: object) -> TrainerStatus:
     settings = make_settings(tmp_path)
     streams = MemoryStreams()
     async with playing(script(settings, streams, tmp_path / "replica")):
-        return await train_to_the_end(settings, make_job(base, steps=steps), streams)
+        return await train_to_the_end(settings, make_job(base, steps=steps, **options), streams)
 
 
 async def killed_after(

@@ -20,7 +20,7 @@ from deltawire_trainer.losses.algorithms import ALGORITHMS
 from deltawire_trainer.losses.reduction import Totals
 from deltawire_trainer.losses.terms import LossInput, k3
 from deltawire_trainer.optimizer import learning_rate, set_learning_rate
-from deltawire_trainer.policy import Policy
+from deltawire_trainer.policy import Policy, Reference
 from deltawire_trainer.samples import TrainingSample
 from deltawire_trainer.staleness import effective_sample_size, mismatch_kl
 
@@ -80,7 +80,7 @@ class Learner:
         spec: TrainSpec,
         *,
         max_tokens: int,
-        reference: Policy | None = None,
+        reference: Reference | None = None,
     ) -> None:
         self.policy = policy
         self.optimizer = optimizer

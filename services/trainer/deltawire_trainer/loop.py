@@ -28,6 +28,7 @@ from deltawire_trainer.guard import Guard, GuardStopped, Signals
 from deltawire_trainer.intake import UsableGroup
 from deltawire_trainer.journal import RolledBack, Synced, Trained
 from deltawire_trainer.ledger import Ledger
+from deltawire_trainer.memory import training_memory
 from deltawire_trainer.opening import OpenRun
 from deltawire_trainer.publishing import Publishing
 from deltawire_trainer.resume import adopt_head, last_published
@@ -69,6 +70,7 @@ class TrainingLoop:
         self.ledger, self.feeder, self.publishing = ledger, feeder, publishing
         self.evaluation, self.events, self.rollouts = evaluation, events, rollouts
         self._metrics = metrics
+        self.memory = training_memory(run.policy)
         self.history: list[StepRecord] = []
         self.state: TrainerState = "starting"
         self.reason = ""

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import torch
 
-from deltawire.job.spec import JobSpec
-from deltawire.protocol.errors import SettingsError
+from deltawire.job.spec import JobSpec, LoraSpec
 from deltawire.store.base import Store
 from deltawire.sync.publisher import Publisher
 from deltawire_trainer.base_model import resolve_base_model
 from deltawire_trainer.checkpoints import Checkpoints
 from deltawire_trainer.journal import Journal, TakenOver
 from deltawire_trainer.learner import Learner
+from deltawire_trainer.memory import training_memory
 from deltawire_trainer.optimizer import build_optimizer
-from deltawire_trainer.policy import Policy
+from deltawire_trainer.policy import Policy, Reference
 from deltawire_trainer.resume import Recovered, adopt_head, recover
 from deltawire_trainer.settings import TrainerSettings
 
@@ -56,10 +56,8 @@ class OpenRun:
 
 def open_run(settings: TrainerSettings, job: JobSpec, store: Store) -> OpenRun:
     """Found the run, resume it, or take it over. Raises children of DeltawireError only."""
-    if job.train.lora is not None:
-        raise SettingsError("train.lora: this trainer trains all weights; remove the setting")
     base = resolve_base_model(settings.model or job.model.source, cache=settings.cache_dir)
-    policy = _load_policy(base, job)
+    policy = _load_policy(base, job, lora=job.train.lora)
     optimizer = build_optimizer(policy, job.train)
     checkpoints = Checkpoints(settings.run_dir / "checkpoints")
     newest = checkpoints.newest()
@@ -80,7 +78,12 @@ def open_run(settings: TrainerSettings, job: JobSpec, store: Store) -> OpenRun:
         journal.append(TakenOver(step=step, lineage=recovered.lineage))
     log.info(
         "run opened",
-        extra={"run_id": settings.run_id, "step": step, "version": publisher.version},
+        extra={
+            "run_id": settings.run_id,
+            "step": step,
+            "version": publisher.version,
+            **training_memory(policy).model_dump(),
+        },
     )
     return OpenRun(
         job=job,
@@ -89,7 +92,7 @@ def open_run(settings: TrainerSettings, job: JobSpec, store: Store) -> OpenRun:
             optimizer,
             job.train,
             max_tokens=job.sampling.max_new_tokens * job.env.max_turns,
-            reference=_load_policy(base, job) if job.train.kl_coef else None,
+            reference=_reference(policy, base, job),
         ),
         publisher=publisher,
         checkpoints=checkpoints,
@@ -106,24 +109,32 @@ def working_dtype(job: JobSpec) -> torch.dtype:
     return torch.bfloat16 if mixed else torch.float32
 
 
-def _load_policy(base: Path, job: JobSpec) -> Policy:
+def _load_policy(base: Path, job: JobSpec, *, lora: LoraSpec | None = None) -> Policy:
     return Policy.load(
         base,
         working_dtype=working_dtype(job),
         temperature=job.sampling.temperature,
         gradient_checkpointing=job.train.gradient_checkpointing,
+        lora=lora,
+        seed=job.train.seed,
+        base_model=job.model.source,
     )
+
+
+def _reference(policy: Policy, base: Path, job: JobSpec) -> Reference | None:
+    """What the KL penalty pulls towards: version 0, which lies under an adapter anyway."""
+    if not job.train.kl_coef:
+        return None
+    return _load_policy(base, job) if policy.adapter is None else policy.base()
 
 
 def _open_publisher(
     settings: TrainerSettings, job: JobSpec, store: Store, policy: Policy, base: Path
 ) -> Publisher:
-    everything = list(policy.working.items())
-    tied = [(name, policy.model.get_parameter(name)) for name in policy.tied()]
     return Publisher.open(
         store,
         run_id=settings.run_id,
-        named_tensors=everything + tied,
+        named_tensors=policy.published(),
         base_model=job.model.source,
         model_files=model_files(base),
         master_dtype=_PUBLISHED[job.model.dtype],
@@ -132,6 +143,7 @@ def _open_publisher(
         anchor_packed=job.sync.anchor_packed,
         keep_versions=job.sync.keep_versions,
         swap_mode=job.sync.mode,
+        adapter=policy.adapter,
         owner_file=settings.run_dir / "owner",
         take_over=settings.take_over,
     )

@@ -4,15 +4,21 @@ The working copy holds the masters rounded to the published dtype: the very numb
 sample with, so importance ratios measure the policy and not the arithmetic, and nothing is cast in
 a forward. Its gradients are added to the masters' in fp32. In full precision the two are one.
 Names and order are those of the model's parameters with tied weights once: the layout of the run.
+With an adapter (lora.py) only its parameters have masters; the base is frozen in the working dtype.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from deltawire.job.spec import LoraSpec
+from deltawire.protocol.adapters import AdapterManifest
 from deltawire_trainer.batches import PackedBatch
+from deltawire_trainer.lora import Lora
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +31,14 @@ class Logprobs:
     """[T] entropy of the distribution each token was drawn from, in nats."""
 
 
+class Reference(Protocol):
+    """What a KL penalty pulls towards."""
+
+    def logprobs(self, batch: PackedBatch) -> Logprobs:
+        """Logprobs of a batch's trained tokens."""
+        ...
+
+
 class Policy:
     """A causal language model under training."""
 
@@ -34,18 +48,35 @@ class Policy:
         *,
         working_dtype: torch.dtype = torch.float32,
         temperature: float = 1.0,
+        lora: LoraSpec | None = None,
+        seed: int = 0,
+        base_model: str = "",
     ) -> None:
-        """`model` gives the weights of version 0, and becomes the working copy."""
+        """`model` gives the weights of version 0, and becomes the working copy.
+
+        `lora` adds an adapter, drawn from `seed`, and trains that alone.
+        """
         names = dict(model.named_parameters())
+        owners = {id(parameter): name for name, parameter in names.items()}
+        everything = model.named_parameters(remove_duplicate=False)
+        self.tied: dict[str, str] = {
+            name: owners[id(p)] for name, p in everything if owners[id(p)] != name
+        }
+        """Name that is not in the layout -> name that holds its data."""
+        self._lora = Lora(model, lora, seed=seed, base_model=base_model) if lora else None
+        trained = names if self._lora is None else self._lora.parameters
         copies = working_dtype != torch.float32
         self.masters: dict[str, torch.nn.Parameter] = {
             name: torch.nn.Parameter(weight.detach().float().clone()) if copies else weight
-            for name, weight in names.items()
+            for name, weight in trained.items()
         }
         """Every fp32 master by name in layout order, tied weights once."""
         self.model = model.to(working_dtype)
-        self.working: dict[str, torch.nn.Parameter] = dict(self.model.named_parameters())
-        """The weights that compute and are published, under the same names."""
+        # Casting a module changes what its parameters hold; the parameters stay the same objects.
+        self.working: dict[str, torch.nn.Parameter] = dict(trained)
+        """The weights that compute, are trained and published, under the names of the masters."""
+        self.frozen: dict[str, torch.nn.Parameter] = {} if self._lora is None else names
+        """The base model's weights under an adapter: published once."""
         self.temperature = temperature or 1.0
         """That of sampling; logprobs are those of the distribution sampled from."""
 
@@ -57,15 +88,45 @@ class Policy:
         working_dtype: torch.dtype,
         temperature: float,
         gradient_checkpointing: bool,
+        lora: LoraSpec | None = None,
+        seed: int = 0,
+        base_model: str = "",
     ) -> "Policy":
-        """Read a model folder, exactly."""
+        """Read a model folder, exactly. A base that is not trained needs no fp32 copy on the way."""
         model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+            folder,
+            dtype=working_dtype if lora else torch.float32,
+            attn_implementation="sdpa",
+            local_files_only=True,
         )
         if gradient_checkpointing:
             model.gradient_checkpointing_enable()
         model.train()
-        return cls(model, working_dtype=working_dtype, temperature=temperature)
+        return cls(
+            model,
+            working_dtype=working_dtype,
+            temperature=temperature,
+            lora=lora,
+            seed=seed,
+            base_model=base_model,
+        )
+
+    @property
+    def adapter(self) -> AdapterManifest | None:
+        """What a reader must know of the adapter; None when all weights are trained."""
+        return None if self._lora is None else self._lora.manifest
+
+    def published(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Everything a run is founded with, tied names included."""
+        yield from self.frozen.items()
+        yield from self.working.items()
+        weights = {**self.frozen, **self.working}
+        yield from ((name, weights[owner]) for name, owner in self.tied.items())
+
+    def base(self) -> Reference:
+        """The model under the adapter, as a reference that costs no memory."""
+        assert self._lora is not None
+        return _WithoutAdapter(self, self._lora)
 
     @property
     def device(self) -> torch.device:
@@ -96,12 +157,6 @@ class Policy:
         for name, master in self.masters.items():
             if self.working[name] is not master:
                 self.working[name].copy_(master)
-
-    def tied(self) -> dict[str, str]:
-        """Name that is not in the layout -> name that holds its data."""
-        owner = {id(p): name for name, p in self.working.items()}
-        everything = self.model.named_parameters(remove_duplicate=False)
-        return {name: owner[id(p)] for name, p in everything if owner[id(p)] != name}
 
     @property
     def shares_prefixes(self) -> bool:
@@ -139,6 +194,18 @@ class Policy:
         )
         logits: torch.Tensor = output.logits[0]
         return logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+
+
+class _WithoutAdapter:
+    """A policy with its adapter switched off."""
+
+    def __init__(self, policy: Policy, lora: Lora) -> None:
+        self._policy, self._lora = policy, lora
+
+    def logprobs(self, batch: PackedBatch) -> Logprobs:
+        """See Reference."""
+        with self._lora.switched_off():
+            return self._policy.logprobs(batch)
 
 
 _RECURRENT_MARKS = ("ssm_state_size", "mamba_d_state", "linear_conv_kernel_dim", "conv_L_cache")

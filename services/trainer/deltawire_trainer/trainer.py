@@ -103,6 +103,7 @@ class Trainer:
             "history": list(loop.history),
             "replicas": await loop.publishing.replicas(),
             "waits_for": loop.waits_for,
+            "memory": loop.memory,
             "eta_s": seconds_left(loop.history, loop.step, self.job.train.steps),
         }
 
