@@ -4,7 +4,7 @@ import argparse
 import subprocess
 import sys
 
-PARTS = ("codec", "speed", "apply", "growth", "memory", "plots", "streams", "sandboxes")
+PARTS = ("codec", "download", "speed", "apply", "growth", "memory", "plots", "streams", "sandboxes")
 
 
 def main() -> int:
