@@ -4,10 +4,10 @@ import importlib.util
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from deltawire.protocol.errors import MalformedObject
+from deltawire.protocol.errors import MalformedMessage, MalformedObject
 from deltawire.rollout.renderer import Renderer
 from deltawire.rollout.sequence import SequenceBuilder
 from deltawire.rollout.tokenizer import ChatTokenizer
@@ -71,6 +71,7 @@ def test_what_is_trained_is_what_was_sampled(name, turns, chat_tokenizer, make_c
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "plain"])
+@example(replies=[""], said=["a\nuser", "", "", ""])
 @given(
     replies=st.lists(TEXTS, min_size=1, max_size=4), said=st.lists(TEXTS, min_size=4, max_size=4)
 )
@@ -206,3 +207,8 @@ def test_a_real_models_tokens_are_trained_as_sampled(turns, smollm2_renderer, ma
     sequence = builder.build(reward=0.0)
     assert [sequence.token_ids[t.start : t.end] for t in sequence.turns] == sampled
     assert sum(sequence.loss_mask) == sum(map(len, sampled))
+
+
+def test_a_tokenizer_asked_for_ids_says_how_to_get_them(chat_tokenizer):
+    with pytest.raises(MalformedMessage, match="tokenize=False"):
+        chat_tokenizer(NAMES[0]).apply_chat_template([], tokenize=True)

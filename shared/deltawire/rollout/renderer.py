@@ -60,7 +60,7 @@ class Renderer:
         messages and open the next turn.
         """
         after = self._after_a_turn(messages, opens_next=True)
-        return after[_overlap(sampled_ids, after) :]
+        return after[_overlap(sampled_ids, after, special=self._tokenizer.all_special_ids) :]
 
     def text(self, sampled_ids: Sequence[int]) -> str:
         """What the policy said, for the environment: without special tokens."""
@@ -110,9 +110,12 @@ class Renderer:
         return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
-def _overlap(sampled: Sequence[int], after: Sequence[int]) -> int:
-    """How many ids at the end of `sampled` are the ones `after` begins with."""
+def _overlap(sampled: Sequence[int], after: Sequence[int], *, special: Sequence[int]) -> int:
+    """How many ids at the end of `sampled` are the ones `after` begins with.
+
+    A special token is among them, or it is only text that looks like the template's.
+    """
     for length in range(min(len(sampled), len(after)), 0, -1):
         if list(sampled[-length:]) == list(after[:length]):
-            return length
+            return length if set(special) & set(after[:length]) else 0
     return 0

@@ -18,7 +18,7 @@ import jinja2.parser
 import jinja2.sandbox
 import tokenizers
 
-from deltawire.protocol.errors import MalformedObject
+from deltawire.protocol.errors import MalformedMessage, MalformedObject
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -56,9 +56,15 @@ class ChatTokenizer:
         tokenize: bool = False,
         add_generation_prompt: bool = False,
     ) -> str:
-        """The conversation as text. `tokenize` exists for transformers' signature; only False."""
+        """The conversation as text. `tokenize` exists for transformers' signature; only False.
+
+        Raises MalformedMessage when ids are asked for.
+        """
         if tokenize:
-            raise NotImplementedError("render text, then encode it")
+            raise MalformedMessage(
+                "a ChatTokenizer renders text: call apply_chat_template(..., tokenize=False), then "
+                "encode() what it returns"
+            )
         return self._template.render(
             messages=list(messages),
             tools=None,
