@@ -5,13 +5,14 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pydantic import SecretStr
 
 from deltawire.cli.children import Child
+from deltawire.cli.local_vllm import vllm_environment
 from deltawire.job.spec import JobSpec
 from deltawire.protocol.errors import SettingsError
 
@@ -47,6 +48,8 @@ class RunPlan:
     token: SecretStr
     threads: int
     """CPU threads of each process that computes."""
+    engine_environ: Mapping[str, str] = field(default_factory=dict)
+    """What replicas need to find and start their engine."""
 
     @property
     def logs(self) -> Path:
@@ -75,6 +78,7 @@ def make_plan(options: RunOptions, spec: JobSpec, *, run_id: str) -> RunPlan:
         store=options.store or f"file://{folder / 'bucket'}",
         token=SecretStr(secrets.token_urlsafe(24)),
         threads=max(1, _cores() // (1 + options.replicas)),
+        engine_environ=vllm_environment(Path.cwd(), os.environ) if options.engine == "vllm" else {},
     )
 
 
@@ -157,11 +161,19 @@ def _replica(plan: RunPlan, index: int, streams: str) -> Child:
             "THREADS": str(plan.threads),
             "DRAIN_S": "1",
         },
+        engine_environ=plan.engine_environ,
     )
 
 
 def _child(
-    plan: RunPlan, name: str, index: int, *, module: str, prefix: str, values: dict[str, str]
+    plan: RunPlan,
+    name: str,
+    index: int,
+    *,
+    module: str,
+    prefix: str,
+    values: dict[str, str],
+    engine_environ: Mapping[str, str] | None = None,
 ) -> Child:
     common = {
         "HOST": "127.0.0.1",
@@ -175,7 +187,7 @@ def _child(
     return Child(
         name=name,
         command=[sys.executable, "-m", module],
-        environ={**os.environ, **threads, **ours},
+        environ={**os.environ, **(engine_environ or {}), **threads, **ours},
         log_path=plan.logs / f"{name}.log",
         url=plan.url(index),
         token=plan.token,
