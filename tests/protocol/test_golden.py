@@ -112,6 +112,7 @@ STATUS = ReplicaStatus(
         )
     ],
     updates_total=11,
+    store_budget={"calls": 60.0, "window_s": 300.0, "allowed": 1000.0},
     swap_mode="drain",
 )
 SYNC = SyncRecord(

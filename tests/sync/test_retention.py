@@ -11,7 +11,7 @@ from deltawire.protocol.layout import ObjectKind, object_key
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.store.base import ObjectInfo
 from deltawire.sync.cadence import Cadence, anchor_due
-from deltawire.sync.retention import linked_keys, outlived, plan_links, plan_sweep
+from deltawire.sync.retention import linked_keys, may_be_arriving, outlived, plan_links, plan_sweep
 
 
 def _link(kind: ObjectKind, version: int, base: int | None = None, *, size: int = 10) -> Link:
@@ -133,3 +133,14 @@ def test_a_sweep_takes_old_unlinked_objects_only() -> None:
         "r/deltas/step_000003.safetensors",
         "r/deltas/step_000001.2.safetensors",
     ]
+
+
+def test_a_sweep_from_outside_spares_an_anchor_that_may_be_on_its_way() -> None:
+    head = _head(5, {2})
+    shard = "r/anchors/step_000004-00001-of-00009.safetensors"
+    orphan = "r/anchors/step_000001.safetensors"
+    listing = [_lying(key, 0.0) for key in (shard, orphan)]
+
+    swept = plan_sweep(listing, head, now_s=10**6, arriving=may_be_arriving(head))
+
+    assert [info.key for info in swept] == [orphan]

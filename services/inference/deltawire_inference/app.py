@@ -102,6 +102,7 @@ class Inference:
             tokens_total=load.tokens_total,
             episodes_running=producer.counters.episodes_running if producer else 0,
             groups_finished=producer.counters.groups_finished if producer else 0,
+            store_budget=self._store.budget().as_numbers(),
             swap_mode=replica.swap_mode,
             waits_for=producer.waits_for if producer else "",
             capabilities=sorted(self.engine.capabilities),

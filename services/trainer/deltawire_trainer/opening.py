@@ -142,6 +142,7 @@ def _open_publisher(
         anchor_every=job.sync.anchor_every,
         anchor_packed=job.sync.anchor_packed,
         keep_versions=job.sync.keep_versions,
+        skip_levels=job.sync.skip_levels,
         swap_mode=job.sync.mode,
         adapter=policy.adapter,
         owner_file=settings.run_dir / "owner",

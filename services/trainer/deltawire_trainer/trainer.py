@@ -85,7 +85,7 @@ class Trainer:
             version=BASE_VERSION,
             store=self._store.uri,
             started_at=self._started_at,
-            store_budget=self._store_budget(),
+            store_budget=self._store.budget().as_numbers(),
         )
         return status if loop is None else status.model_copy(update=await self._progress(loop))
 
@@ -112,13 +112,6 @@ class Trainer:
         if self._loop is None:
             raise NotOpen(self._failure or "the run is still being opened; try again soon")
         return self._loop
-
-    def _store_budget(self) -> dict[str, float]:
-        budget = self._store.budget()
-        told = {"calls": float(budget.calls), "window_s": budget.window_s}
-        if budget.allowed is not None:
-            told["allowed"] = float(budget.allowed)
-        return told
 
 
 def seconds_left(history: list[StepRecord], step: int, steps: int) -> float | None:

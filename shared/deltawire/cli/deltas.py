@@ -141,12 +141,14 @@ def gc(
     import time
 
     from deltawire.protocol.layout import in_run
-    from deltawire.sync.retention import plan_links, plan_sweep
+    from deltawire.sync.retention import may_be_arriving, plan_links, plan_sweep
 
     with _following(store, run_id, None) as follower:
         head = follower.head()
         listing = follower.store.list(in_run(head.run_id, ""))
-        left = plan_sweep(listing, head, now_s=time.time(), grace_s=grace_s)
+        left = plan_sweep(
+            listing, head, now_s=time.time(), grace_s=grace_s, arriving=may_be_arriving(head)
+        )
         for info in left:
             typer.echo(
                 f"{'would remove' if dry_run else 'removed'} {info.key} ({info.bytes:,} bytes)"

@@ -23,7 +23,16 @@ class AnyStatus(BaseModel):
 
 _SHOWN = {
     "trainer": ("run_id", "job", "state", "step", "steps", "version", "waits_for", "store_budget"),
-    "inference": ("replica_id", "engine", "state", "version", "head_version", "last_error"),
+    "inference": (
+        "replica_id",
+        "engine",
+        "state",
+        "version",
+        "head_version",
+        "swap_mode",
+        "store_budget",
+        "last_error",
+    ),
     "environment": ("environment_id", "worlds", "active_sessions", "max_sessions", "draining"),
 }
 

@@ -4,7 +4,7 @@ The user's Python file becomes a JobSpec in the environment service and the comm
 trainer and inference read this and import none of it.
 """
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
@@ -111,6 +111,8 @@ class SyncSpec(WireModel):
     """Optimizer steps between two published versions."""
     keep_versions: int = Field(64, ge=1)
     """Versions whose objects are kept at least."""
+    skip_levels: list[Annotated[int, Field(ge=2)]] = Field(default_factory=list)
+    """Also publish files that lead over so many versions at once, [8], for replicas that lag."""
 
 
 class EvalSpec(WireModel):

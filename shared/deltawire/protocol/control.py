@@ -102,6 +102,8 @@ class ReplicaStatus(WireModel):
     tokens_total: int = 0
     episodes_running: int = 0
     groups_finished: int = 0
+    store_budget: dict[str, float] = Field(default_factory=dict)
+    """Calls made and allowed, where the store has a budget."""
     swap_mode: str = ""
     """What a swap does to running requests: this replica's own setting, or the job's choice."""
     waits_for: str = ""

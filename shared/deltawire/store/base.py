@@ -35,6 +35,11 @@ class StoreBudget:
     window_s: float
     allowed: int | None
 
+    def as_numbers(self) -> dict[str, float]:
+        """As a status shows it; `allowed` only where there is a limit."""
+        numbers = {"calls": float(self.calls), "window_s": self.window_s}
+        return numbers if self.allowed is None else {**numbers, "allowed": float(self.allowed)}
+
 
 class Store(Protocol):
     """Objects by key. Raises only StoreError and its children."""

@@ -290,7 +290,9 @@ class Publisher:
         last = bits if bits is not None else self._bits.snapshot()
         if max(anchors, default=-1) < self.version and last is not None:
             self._background.write_anchor(self.version, last, self._digest)
-        return self._ledger.write(state="finished")
+        head = self._ledger.write(state="finished")
+        self._background.start_sweep()
+        return head
 
     def wait_for_anchor(self) -> None:
         """Return when neither an anchor nor a skip file is on its way."""

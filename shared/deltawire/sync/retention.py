@@ -73,6 +73,14 @@ def linked_keys(head: Head) -> set[str]:
     }
 
 
+def may_be_arriving(head: Head) -> set[str]:
+    """Keys that the trainer of this head may be uploading, as far as others can tell: an anchor of
+    any version since the last one, whose first shards can be old when the last one lands."""
+    anchors = [link.version for link in head.links if link.kind is ObjectKind.ANCHOR]
+    versions = range(max(anchors, default=-1) + 1, head.version + 2)
+    return {object_key(ObjectKind.ANCHOR, version, epoch=head.epoch) for version in versions}
+
+
 def plan_sweep(
     listing: Sequence[ObjectInfo],
     head: Head,
