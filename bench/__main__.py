@@ -4,7 +4,19 @@ import argparse
 import subprocess
 import sys
 
-PARTS = ("codec", "download", "speed", "apply", "growth", "memory", "plots", "streams", "sandboxes")
+PARTS = (
+    "codec",
+    "download",
+    "speed",
+    "apply",
+    "growth",
+    "memory",
+    "plots",
+    "streams",
+    "sandboxes",
+    "learning",
+    "staleness",
+)
 
 
 def main() -> int:
