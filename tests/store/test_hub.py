@@ -259,3 +259,24 @@ def test_two_processes_meet_in_one_bucket_by_the_usual_variables(
     assert uri == "hf://buckets/owner/name/prefix"
     assert fake_hub.buckets["owner/name"]["prefix/a.safetensors"]["xetHash"] == xet_hash
     assert run("read") == [uri, size]
+
+
+@pytest.mark.parametrize("cut", [ConnectionError("cut"), TimeoutError("slow"), RuntimeError("xet")])
+def test_a_transfer_that_is_cut_is_tried_again(
+    fake_hub: Any,
+    store: Any,
+    file_of: FileOf,
+    monkeypatch: pytest.MonkeyPatch,
+    cut: Exception,
+) -> None:
+    send, failures = store._api.batch_bucket_files, [cut]
+
+    def sometimes(*args: Any, **kwargs: Any) -> Any:
+        if failures:
+            raise failures.pop()
+        return send(*args, **kwargs)
+
+    monkeypatch.setattr(store._api, "batch_bucket_files", sometimes)
+
+    assert store.put("a", file_of(b"whole")).bytes == 5
+    assert store.read("a")[0] == b"whole"

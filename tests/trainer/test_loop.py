@@ -3,10 +3,15 @@
 import asyncio
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, cast
 
+import pytest
+
+from deltawire.protocol.errors import Fenced
 from deltawire.protocol.rollouts import Rollout, RolloutGroup, Ticket
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.service.metrics import Metrics
+from deltawire.store.base import ObjectInfo, Store
 from deltawire.store.open import open_store
 from deltawire.streams.memory import MemoryStreams
 from deltawire_trainer.guard import PATIENCE
@@ -98,3 +103,35 @@ async def test_a_ticket_that_was_set_aside_is_replaced_and_named(
     assert reason == "dead_letter: delivered too often"
     assert status.dead_letters[0].id == "r1-000000"
     assert status.groups.issued > status.groups.dropped[reason]
+
+
+class _BrokenStore:
+    """A bucket whose client fails, from some version on, in a way that nobody expected."""
+
+    def __init__(self, inner: Store, error: Exception) -> None:
+        self._inner, self._error = inner, error
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, key: str, source: Path) -> ObjectInfo:
+        if "deltas/step_000002" in key:
+            raise self._error
+        return self._inner.put(key, source)
+
+
+@pytest.mark.parametrize("error", [Fenced("taken over"), RuntimeError("a bug in a client")])
+async def test_a_run_that_can_publish_no_more_ends_and_does_not_wait_for_rollouts(
+    tmp_path: Path, base: Path, error: Exception
+) -> None:
+    streams, settings = MemoryStreams(), make_settings(tmp_path)
+    job = make_job(base, max_staleness=0)  # no rollout comes before the version is published
+    trainer, inner = make_trainer(settings, job), open_store(settings.store)
+    player = Player(inner, streams, run_id=RUN, folder=tmp_path / "replica")
+
+    async with playing(player), asyncio.timeout(120):
+        store = cast("Store", _BrokenStore(inner, error))
+        code = await train(trainer, settings, store, streams, Metrics("trainer"))
+
+    assert code == (2 if isinstance(error, Fenced) else 1)
+    assert str(error) in (await trainer.status()).reason

@@ -155,8 +155,12 @@ class TrainingLoop:
         return [], 0.0
 
     async def _publish_again(self) -> None:
-        """A version that failed to reach the bucket would leave producers waiting for it."""
-        if self.publishing.failed and not self.publishing.busy:
+        """A version that failed to reach the bucket would leave producers waiting for it. Raises
+        what made publishing end: Fenced, or an error that nobody expected."""
+        if self.publishing.busy:
+            return
+        await self.publishing.settled()
+        if self.publishing.failed:
             async with self._weights:
                 await self._start_sync()
 

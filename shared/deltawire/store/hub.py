@@ -332,8 +332,8 @@ class HubStore:
             raise StoreUnavailable(f"{where}: {type(error).__name__}") from error
         except hf_xet.XetObjectNotFoundError as error:
             raise ObjectMissing(f"no bytes for {where}") from error
-        except RuntimeError as error:
-            # Whatever goes wrong inside hf_xet's transfer arrives as a RuntimeError.
+        except (RuntimeError, OSError) as error:
+            # What goes wrong inside hf_xet's transfer: also refused tokens and cut connections.
             raise StoreUnavailable(f"{where}: transfer failed: {error}") from error
 
 
