@@ -29,6 +29,10 @@ test: $(DEV)  ## Run every test but the end-to-end and vLLM ones
 e2e: $(DEV)  ## Run the whole loop in real processes, and break it
 	$(BIN)/pytest -q -m e2e tests/suite
 
+chaos: $(DEV)  ## Every bucket in every encoding, and fifty kills of the trainer (half an hour)
+	DELTAWIRE_SUITE=all $(BIN)/pytest -q -m e2e tests/suite/test_stores.py
+	DELTAWIRE_KILLS=50 $(BIN)/pytest -q -s tests/trainer/test_kill.py
+
 test-vllm: .venv-vllm/.installed  ## Test against a real vLLM on the CPU, in its own environment (2.5 GB)
 	.venv-vllm/bin/python -m pytest -q tests/vllm
 
