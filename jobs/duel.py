@@ -15,8 +15,9 @@ class Duel:
     """The proposer wants sums that are fair: solvable, but not always."""
 
     def reset(self, *, rng: random.Random) -> Reply:
-        """The proposer speaks first."""
+        """The proposer speaks first. A spare sum is drawn too, the same for the whole group."""
         self.limit = rng.randint(10, 30)
+        self.spare = (rng.randrange(self.limit), rng.randrange(self.limit))
         self.sum: tuple[int, int] | None = None
         ask = f"Write one sum of two numbers below {self.limit}, like 3 + 4, and nothing else."
         return Reply(agent="proposer", chat=[Message(role="user", content=ask)])
@@ -26,12 +27,10 @@ class Duel:
         return self.solved(message) if self.sum else self.proposed(message)
 
     def proposed(self, message: str) -> Reply:
-        """A sum we cannot read ends the duel."""
+        """A sum we cannot read is replaced: a solver must have something to learn from."""
         found = re.fullmatch(r"(\d{1,3}) ?\+ ?(\d{1,3})", message.strip())
-        if found is None or max(int(n) for n in found.groups()) >= self.limit:
-            lost = {"proposer": 0.0}
-            return Reply(done=True, reward=0.0, agent_rewards=lost, metrics={"fair": 0.0})
-        self.sum = (int(found[1]), int(found[2]))
+        self.fair = found is not None and max(int(n) for n in found.groups()) < self.limit
+        self.sum = (int(found[1]), int(found[2])) if found and self.fair else self.spare
         ask = f"{self.sum[0]} + {self.sum[1]} = ? Answer with the number only."
         return Reply(agent="solver", chat=[Message(role="user", content=ask)])
 
@@ -43,8 +42,8 @@ class Duel:
         return Reply(
             done=True,
             reward=right,
-            agent_rewards={"solver": right, "proposer": 0.2 + 0.8 * right * size},
-            metrics={"fair": 1.0, "right": right},
+            agent_rewards={"solver": right, "proposer": self.fair * (0.2 + 0.8 * right * size)},
+            metrics={"fair": float(self.fair), "right": right},
         )
 
 

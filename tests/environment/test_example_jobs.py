@@ -110,3 +110,20 @@ async def test_good_play_of_an_example_job_earns_more_than_bad(
         bad = [await play(client, seed, turns, lambda seen: "I do not know.") for seed in range(4)]
     assert sum(good) > sum(bad)
     assert min(good) >= min(bad)
+
+
+async def test_a_proposer_that_says_nonsense_leaves_the_solver_something_to_solve(
+    serve_environment,
+) -> None:
+    async with serve_environment(job=load_job(JOBS / "duel.py")) as running:
+        deadline = Deadline.after(60)
+        asked = set()
+        for nonsense in ("I do not know.", "99 + 99", ""):
+            session, _ = await EnvironmentClient(running.url).start(Task(seed=5), deadline=deadline)
+            async with session:
+                seen = await session.step(nonsense, deadline=deadline)
+                assert seen.agent == "solver"
+                asked.add(last(seen))
+                end = await session.step(adder(seen), deadline=deadline)
+            assert end.agent_rewards == {"solver": 1.0, "proposer": 0.0}
+        assert len(asked) == 1, "one group, one spare sum"

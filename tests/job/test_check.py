@@ -67,6 +67,11 @@ def test_check_shows_where_values_come_from(tmp_path: Path) -> None:
             "job = Job(name='w', env='letters', rewards=[bad])\n",
             "reward bad: TypeError",
         ),
+        (
+            "from deltawire.job import Job\n"
+            "job = Job(name='w', env='letters', train={'agents': ['solver']})\n",
+            "names solver, but only policy spoke",
+        ),
     ],
 )
 def test_a_fault_is_named_with_its_line_and_the_exit_code_is_one(

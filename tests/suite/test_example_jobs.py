@@ -17,7 +17,6 @@ SHORT = [
     "sampling.max_new_tokens=6",
     "env.max_tokens=1000",
     "eval.episodes=2",
-    "train.agents=[]",  # a random model never says what brings the second agent into play
 ]
 
 

@@ -146,6 +146,24 @@ def test_a_group_in_which_no_chosen_agent_spoke_is_dropped() -> None:
     assert judge(heard, chosen, live_version=0, max_staleness=0).keep == (0, 1)
 
 
+def test_whether_rewards_differ_is_asked_of_the_chosen_agents() -> None:
+    rules = replace(RULES, needs_spread=True, agents=("proposer",))
+    plain = rollout("a").sequences[0]
+
+    def duel(name: str, *, proposer: float) -> Rollout:
+        paid = {"solver": 0.0, "proposer": proposer}
+        sequences = [
+            plain.model_copy(update={"agent": agent, "reward": reward})
+            for agent, reward in paid.items()
+        ]
+        return rollout(name, sequences=sequences)
+
+    differ = group("g", duel("a", proposer=0.2), duel("b", proposer=0.0))
+    alike = group("h", duel("a", proposer=0.2), duel("b", proposer=0.2))
+    assert judge(differ, rules, live_version=0, max_staleness=0).keep == (0, 1)
+    assert judge(alike, rules, live_version=0, max_staleness=0).reason == "no_signal"
+
+
 @pytest.mark.parametrize(
     "broken",
     [

@@ -89,12 +89,22 @@ def judge(group: RolloutGroup, rules: Rules, *, live_version: int, max_staleness
     if len(fresh) < rules.min_group:
         return Verdict(reason="stale")
     earned = {
-        (group.rollouts[index].reward, scores_of(group.rollouts[index], rules.credit))
+        (
+            _rewards(group.rollouts[index], rules.agents),
+            scores_of(group.rollouts[index], rules.credit),
+        )
         for index in fresh
     }
     if rules.needs_spread and len(earned) == 1:
         return Verdict(reason="no_signal")
     return Verdict(keep=fresh)
+
+
+def _rewards(rollout: Rollout, agents: tuple[str, ...]) -> tuple[float, ...]:
+    """What the sequences trained on were paid; a lone one has its episode's reward."""
+    if len(rollout.sequences) == 1:
+        return (rollout.reward,)
+    return tuple(s.reward for s in rollout.sequences if not agents or s.agent in agents)
 
 
 def _has_agent(rollout: Rollout, agents: tuple[str, ...]) -> bool:

@@ -58,6 +58,7 @@ def check_job(path: Path, overrides: Sequence[str] = ()) -> CheckReport:
     rehearsal = _rehearse(resolved, report)
     if rehearsal is not None:
         _judge_rewards(resolved, rehearsal, report)
+        _judge_agents(spec, rehearsal, report)
         _judge_template(spec, rehearsal, report)
     _judge_shape(spec, report)
     _judge_size(spec, report)
@@ -111,6 +112,26 @@ def _judge_rewards(resolved: ResolvedJob, rehearsal: Rehearsal, report: CheckRep
     )
     for name in sorted(silent):
         report.add("note", f"reward {name}", "does not apply to the recorded episode")
+
+
+def _judge_agents(spec: JobSpec, rehearsal: Rehearsal, report: CheckReport) -> None:
+    """Groups in which no chosen agent speaks are dropped: a run of such groups never steps."""
+    if not spec.train.agents:
+        return
+    silent = [agent for agent in spec.train.agents if agent not in rehearsal.agents]
+    spoke = ", ".join(rehearsal.agents)
+    if len(silent) == len(spec.train.agents):
+        report.add(
+            "fault",
+            "agents",
+            f"train.agents names {', '.join(silent)}, but only {spoke} spoke in the recorded "
+            "episode: every such group is dropped. Let the world bring a chosen agent into play "
+            "whatever is said, or choose another",
+        )
+    elif silent:
+        report.add("note", "agents", f"{', '.join(silent)} did not speak; {spoke} did")
+    else:
+        report.add("ok", "agents", f"{', '.join(spec.train.agents)} of {spoke}")
 
 
 def _judge_template(spec: JobSpec, rehearsal: Rehearsal, report: CheckReport) -> None:

@@ -23,6 +23,8 @@ class Rehearsal:
     transcript: Transcript
     score: EpisodeScore | None
     """Of the job's reward functions; None when the world owns the reward."""
+    agents: list[str]
+    """Who spoke, in the order of their first words."""
 
 
 async def rehearse(
@@ -38,8 +40,10 @@ async def rehearse(
         messages=list(reply.messages),
         prompt_length=len(reply.messages),
     )
+    agents: dict[str, None] = {}
     try:
         for turn in range(spec.env.max_turns):
+            agents[reply.agent] = None
             said = lines[turn % len(lines)]
             stepped = episode.step({"message": said})
             reply = await stepped if inspect.isawaitable(stepped) else stepped
@@ -54,7 +58,7 @@ async def rehearse(
         episode.close()
     rewards = resolved.job.rewarders
     score = await score_episode(rewards, transcript, run=run_directly) if rewards else None
-    return Rehearsal(transcript=transcript, score=score)
+    return Rehearsal(transcript=transcript, score=score, agents=list(agents))
 
 
 async def run_directly(
