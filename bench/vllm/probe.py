@@ -8,11 +8,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from deltawire_inference.vllm_plugin.worker import Report, WorkerExtension
 
 
 class Probe(WorkerExtension):
-    """Every `probe_` result carries the time span of the work, on the clock of the step log."""
+    """Times are `time.perf_counter`, one clock for all processes of a machine."""
+
+    probe_log: list[tuple[float, float]]
+    probe_learn_bytes: int
 
     def probe_steps(self, on: bool) -> Report:
         """Begin to log steps, or stop and return them as [[start, end], ...]."""
@@ -20,7 +25,7 @@ class Probe(WorkerExtension):
         if not on:
             runner.__dict__.pop("execute_model", None)
             return {"steps": self.probe_log}
-        self.probe_log: list[tuple[float, float]] = []
+        self.probe_log = []
         execute = type(runner).execute_model
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -32,20 +37,48 @@ class Probe(WorkerExtension):
         runner.execute_model = timed
         return {}
 
+    def deltawire_learn(self, model_dir: str, map_path: str) -> Report:
+        """Ours; what it adds to a plain worker's memory is kept."""
+        before = resident_bytes()
+        report = super().deltawire_learn(model_dir, map_path)
+        self.probe_learn_bytes = resident_bytes() - before
+        return report
+
     def deltawire_apply(self, key: str) -> Report:
-        """Ours, with its span."""
-        return self._probe_timed(lambda: super(Probe, self).deltawire_apply(key))
+        """Ours, with the span inside the worker and the processor time of its one thread."""
+        return self._timed(lambda: super(Probe, self).deltawire_apply(key))
+
+    def probe_touch(self, key: str) -> Report:
+        """What page misses alone cost: one store into every page that a staged patch touches."""
+        receiver = self.weight_transfer_engine.receiver
+        patch = receiver._patches[key]
+        pages = []
+        for segment in patch.plan.segments:
+            flat = receiver.live.flat(segment.target)
+            per_page = 4096 // flat.element_size()
+            page = torch.unique_consecutive(segment.offsets.long() // per_page) * per_page
+            pages.append((flat, page, flat[page].clone()))
+
+        def touch() -> None:
+            for flat, page, same in pages:
+                flat[page] = same
+
+        return self._timed(touch) | {"pages": sum(page.numel() for _, page, _ in pages)}
+
+    def probe_nothing(self) -> Report:
+        """An RPC without work."""
+        return self._timed(dict)
 
     def probe_reload(self, model_dir: str) -> Report:
-        """vLLM's reload_weights from a checkpoint on disk."""
-        return self._probe_timed(lambda: self.reload_weights(weights_path=model_dir))
+        """vLLM's reload_weights from a checkpoint on disk (in the page cache)."""
+        return self._timed(lambda: self.reload_weights(weights_path=model_dir))
 
     def probe_load_weights(self, model_dir: str) -> Report:
         """model.load_weights on the live model."""
         from deltawire_inference.vllm_plugin.checkpoint_files import read_tensors
 
         model = self.model_runner.get_model()
-        return self._probe_timed(lambda: model.load_weights(read_tensors(Path(model_dir))))
+        return self._timed(lambda: model.load_weights(read_tensors(Path(model_dir))))
 
     def probe_patch_loader(self, delta: str) -> Report:
         """vLLM's checkpoint patch loader, given patches already in memory."""
@@ -75,19 +108,22 @@ class Probe(WorkerExtension):
             with set_current_vllm_config(self.vllm_config):
                 load_checkpoint_weight_patches(model, patches, validate_unique_indices=False)
 
-        return self._probe_timed(load)
+        return self._timed(load)
 
     def probe_rss(self) -> Report:
-        """Resident bytes of this worker."""
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-        return {"bytes": pages * 4096}
+        """Resident bytes of this worker, and how many of them learning the map added."""
+        return {"bytes": resident_bytes(), "learn_bytes": self.probe_learn_bytes}
 
-    def _probe_timed(self, work: Callable[[], Any]) -> Report:
-        started = time.perf_counter()
-        cpu = time.thread_time()
+    def _timed(self, work: Callable[[], Any]) -> Report:
+        started, cpu = time.perf_counter(), time.thread_time()
         result = work()
         report = result if isinstance(result, dict) else {}
         return report | {
             "span": [started, time.perf_counter()],
             "cpu_s": time.thread_time() - cpu,
         }
+
+
+def resident_bytes() -> int:
+    """Of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096

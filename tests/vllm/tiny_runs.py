@@ -1,5 +1,9 @@
 """Runs of tiny models published for real, and the replica that follows them through vLLM."""
 
+import json
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from deltawire.protocol.generation import Completion, GenerateRequest, Sampling
 from deltawire.store.local import LocalStore
@@ -23,6 +28,13 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
+IN_PROCESS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_PLUGINS": "deltawire",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+"""For engines without processes of their own. The plugin keeps linear weights plain, as served."""
 _BASE: dict[str, Any] = {
     "hidden_size": 128,
     "intermediate_size": 256,
@@ -74,6 +86,14 @@ class TinyRun:
                 size = torch.where(small, 2.0**-7, 0.5)
                 parameter += moved * noise.sign() * parameter.abs() * size
         return int(self.publisher.publish(self.model.named_parameters()).link.version)
+
+    def export(self) -> Path:
+        """The trainer's own weights of now as a checkpoint, written without any code of ours."""
+        folder = self.folder / f"checkpoint-{self.publisher.version}"
+        shutil.copytree(self.folder / "model", folder)
+        tensors = {n: p.detach().bfloat16() for n, p in self.model.named_parameters()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
 
     def follower(self, name: str) -> Follower:
         return Follower(self.store, RUN_ID, self.folder / f"cache-{name}")
@@ -154,6 +174,38 @@ async def greedy(engine: VllmEngine, *, tokens: int = 32) -> list[Completion]:
         request = GenerateRequest(prompt_ids=prompt, sampling=sampling)
         answers += (await engine.generate(request)).completions
     return answers
+
+
+class FreshEngines:
+    """What stock vLLM, started anew on a checkpoint, says (fresh_engines.py)."""
+
+    def __init__(self, folder: Path) -> None:
+        self._log = folder / "fresh-engines.log"
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("fresh_engines.py"))],
+                env=os.environ | CPU_ENVIRONMENT | IN_PROCESS,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def ask(
+        self, checkpoint: Path, *, prompts: list[list[int]] = PROMPTS, tokens: int = 32
+    ) -> tuple[list[tuple[list[int], list[float]]], dict[str, str]]:
+        """What `sampled(await greedy(engine))` should be, and vLLM's sha256 of each parameter."""
+        question = {"checkpoint": str(checkpoint), "prompts": prompts, "tokens": tokens}
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, self._log.read_text()[-3000:]
+        answer = json.loads(line)
+        return [(ids, logprobs) for ids, logprobs in answer["answers"]], answer["checksums"]
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.communicate()
 
 
 def sampled(completions: list[Completion]) -> list[tuple[list[int], list[float]]]:

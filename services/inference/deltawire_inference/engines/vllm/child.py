@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 _TAIL_LINES = 40
 _POLL_S = 0.2
+_WATCH_S = 0.5
+_DEAD_LOOKS = 4
+"""So often in a row: a server with a full queue of connections refuses one more, too."""
 _STOP_GRACE_S = 15.0
 _LEASH = "deltawire_inference.engines.vllm.leash"
 
@@ -38,7 +41,8 @@ class VllmChild:
         self._socket = socket
         self._group_file = socket.with_suffix(".pgid")
         self._process: asyncio.subprocess.Process | None = None
-        self._reader: asyncio.Task[None] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._answered = False
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
 
     @property
@@ -67,6 +71,7 @@ class VllmChild:
         await self.stop()
         kill_leftover(self._group_file)
         self._socket.unlink(missing_ok=True)
+        self._answered = False
         started = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", _LEASH, *command),
@@ -77,7 +82,7 @@ class VllmChild:
             start_new_session=True,
         )
         self._group_file.write_text(f"{self._process.pid} {_birth(self._process.pid)}")
-        self._reader = asyncio.create_task(self._read_lines(self._process))
+        self._watcher = asyncio.create_task(self._watch(self._process, client))
         while not await client.healthy():
             if not self.alive:
                 raise EngineError(f"vLLM ended while starting:\n{self.tail}")
@@ -85,11 +90,13 @@ class VllmChild:
                 await self.stop()
                 raise EngineError(f"vLLM did not answer within {timeout_s:.0f} s:\n{self.tail}")
             await asyncio.sleep(_POLL_S)
+        self._answered = True
         return time.monotonic() - started
 
     async def stop(self) -> None:
         """Ask the whole group to stop, then kill it."""
         process, self._process = self._process, None
+        self._answered = False
         if process is None:
             return
         _signal_group(process.pid, signal.SIGTERM)
@@ -101,10 +108,26 @@ class VllmChild:
         except TimeoutError:
             log.warning("vLLM did not stop and is killed", extra={"pid": process.pid})
         _signal_group(process.pid, signal.SIGKILL)
-        await process.wait()
-        if self._reader is not None:
-            await self._reader
+        if self._watcher is not None:
+            await self._watcher
         self._group_file.unlink(missing_ok=True)
+
+    async def _watch(self, process: asyncio.subprocess.Process, client: VllmClient) -> None:
+        """Read its lines; when the leader or the server in it has ended, end the group.
+
+        A rank that outlived its server would hold sockets open on which our calls wait for ever,
+        and the pipe, without whose end asyncio's own `wait` does not return.
+        """
+        reading = asyncio.create_task(self._read_lines(process))
+        looks = 0
+        while process.returncode is None and looks < _DEAD_LOOKS:
+            await asyncio.sleep(_WATCH_S)
+            dead = self._answered and await client.health() == "dead"
+            looks = looks + 1 if dead else 0
+        if looks == _DEAD_LOOKS:
+            log.warning("vLLM's engine has ended, its server is killed", extra={"pid": process.pid})
+        _signal_group(process.pid, signal.SIGKILL)
+        await reading
 
     async def _read_lines(self, process: asyncio.subprocess.Process) -> None:
         """Pass the child's output on, line by line, and keep its tail for errors."""

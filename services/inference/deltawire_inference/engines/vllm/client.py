@@ -8,15 +8,22 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
 
 from deltawire.protocol import errors
-from deltawire.protocol.errors import DeltawireError, EngineError, MalformedMessage
+from deltawire.protocol.errors import (
+    DeltawireError,
+    EngineError,
+    MalformedMessage,
+    ReplicaBroken,
+)
 from deltawire_inference.vllm_plugin.jobs import JobReport
+from deltawire_inference.vllm_plugin.swap_route import APPLY_METHOD, SWAP_PATH, SwapOrder
 
 _CONNECT_S = 5.0
 _CONTROL_S = 120.0
@@ -24,8 +31,30 @@ _GENERATE_S = 3600.0
 _WATCH_S = 0.003
 _BASE_URL = "http://vllm"
 _GENERATE, _COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+_WRONG_METHOD = 405
 _CALLERS_FAULT = frozenset({400, 413, 422})
 PauseMode = Literal["keep", "wait", "abort"]
+Health = Literal["well", "silent", "dead"]
+"""dead: nobody listens, or vLLM says itself that its engine has ended (503)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwapAnswer:
+    """What every rank said of a swap."""
+
+    results: Sequence[Mapping[str, Any]]
+    pause_s: float
+    """From the end of the last step under the old weights until generation may go on."""
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why ranks wrote nothing."""
+        return [str(result["refused"]) for result in self.results if result.get("refused")]
+
+    @property
+    def ranks_disagree(self) -> bool:
+        """Some wrote and some did not: what is live is no version. vLLM is still paused then."""
+        return 0 < len(self.refusals) < len(self.results)
 
 
 class VllmClient:
@@ -40,10 +69,17 @@ class VllmClient:
 
     async def healthy(self) -> bool:
         """Whether it answers."""
+        return await self.health() == "well"
+
+    async def health(self) -> Health:
+        """GET /health. A server that is only slow is no dead one."""
         try:
-            return (await self._http.get("/health", timeout=_CONNECT_S)).status_code == 200
+            answer = await self._http.get("/health", timeout=_CONNECT_S)
+        except httpx.ConnectError:  # on this machine: nobody listens
+            return "dead"
         except httpx.HTTPError:
-            return False
+            return "silent"
+        return "well" if answer.is_success else "dead"
 
     async def generate(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """POST /inference/v1/generate: token ids in, token ids out."""
@@ -66,6 +102,30 @@ class VllmClient:
     async def score(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """POST /v1/completions, for prompt logprobs."""
         return await self._post(_COMPLETIONS, json=body, timeout_s=_GENERATE_S)
+
+    async def has_swap_route(self) -> bool:
+        """Whether our route for a whole swap is there; endpoint plugins came late to vLLM."""
+        try:
+            return (await self._http.get(SWAP_PATH)).status_code == _WRONG_METHOD
+        except httpx.HTTPError as error:
+            raise EngineError(f"vLLM {SWAP_PATH}: {type(error).__name__} {error}") from error
+
+    async def swap(self, order: SwapOrder) -> SwapAnswer:
+        """POST /deltawire/swap: everything between two steps in one request."""
+        answer = await self._post(SWAP_PATH, json=order.model_dump(), timeout_s=_GENERATE_S)
+        return SwapAnswer(results=answer["results"], pause_s=answer["pause_s"])
+
+    async def swap_by_parts(self, order: SwapOrder) -> SwapAnswer:
+        """The same through vLLM's own routes."""
+        await self.pause(order.mode, clear_cache=order.clear_cache)
+        started = time.monotonic()
+        results = await self.call_workers(APPLY_METHOD, order.key)
+        answer = SwapAnswer(results=results, pause_s=0.0)
+        if not answer.refusals:
+            await self.set_version(order.label)
+        if not answer.ranks_disagree:
+            await self.resume()
+        return replace(answer, pause_s=time.monotonic() - started)
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool) -> None:
         """Stop making tokens; returns when the last step has ended."""
@@ -122,10 +182,19 @@ class VllmClient:
 class WorkerCalls:
     """Synchronous calls of the worker extension, for one staging at a time."""
 
-    def __init__(self, socket: Path, folder: Path, *, ranks: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        socket: Path,
+        folder: Path,
+        *,
+        ranks: int,
+        timeout_s: float,
+        alive: Callable[[], bool],
+    ) -> None:
         self.folder = folder
         """Where plans, values and reports lie; on memory if the machine has /dev/shm."""
         self.ranks = ranks
+        self._alive = alive
         self._timeout_s = timeout_s
         self._numbers = itertools.count()
         self._http = httpx.Client(
@@ -147,6 +216,7 @@ class WorkerCalls:
 
         Raises:
             DeltawireError: What a rank's job raised, as its own class.
+            ReplicaBroken: The child ended meanwhile.
         """
         number = next(self._numbers)
         self.call(method, *args, str(self.folder / f"report-{number}-{{rank}}.json"))
@@ -154,6 +224,8 @@ class WorkerCalls:
         for rank in range(self.ranks):
             path = self.folder / f"report-{number}-{rank}.json"
             while (report := JobReport.read(path)) is None:
+                if not self._alive():
+                    raise ReplicaBroken(f"vLLM ended during {method}")
                 if time.monotonic() > deadline:
                     raise EngineError(f"{method}: no report within {self._timeout_s:.0f} s")
                 time.sleep(_WATCH_S)

@@ -12,10 +12,9 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import AsyncGenerator, Awaitable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 from typing import Any, TypeVar
 
 from deltawire.codec.bits import torch_type
@@ -42,7 +41,7 @@ from deltawire_inference.engines.route import Objects
 from deltawire_inference.engines.vllm.adapters import Adapters
 from deltawire_inference.engines.vllm.checkpoint import WEIGHTS, write_checkpoint
 from deltawire_inference.engines.vllm.child import VllmChild
-from deltawire_inference.engines.vllm.client import PauseMode, VllmClient, WorkerCalls
+from deltawire_inference.engines.vllm.client import PauseMode, SwapAnswer, VllmClient, WorkerCalls
 from deltawire_inference.engines.vllm.options import (
     MODEL_NAME,
     VllmOptions,
@@ -60,6 +59,7 @@ from deltawire_inference.engines.vllm.staging import StagedPatch, Stager
 from deltawire_inference.engines.vllm.streaming import tokens_of_event
 from deltawire_inference.engines.vllm.workspace import Workspace
 from deltawire_inference.vllm_plugin.checkpoint_map import UnmappableName
+from deltawire_inference.vllm_plugin.swap_route import SwapOrder
 
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
@@ -80,6 +80,7 @@ class _Running:
     """What exists while a child runs."""
 
     client: VllmClient
+    swap: Callable[[SwapOrder], Awaitable[SwapAnswer]]
     calls: WorkerCalls
     stager: Stager
     adapters: Adapters
@@ -132,8 +133,8 @@ class VllmEngine:
                 digest=digest,
             )
         except BaseException:
-            await client.close()
             await self._child.stop()
+            await client.close()
             raise
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
@@ -193,9 +194,7 @@ class VllmEngine:
                 expected=patch.base_digest,
                 actual=str(running.digest),
             )
-        started = monotonic()
-        await asyncio.shield(self._swap(running, patch.key, staged, mode))
-        pause_s = monotonic() - started
+        pause_s = await asyncio.shield(self._swap(running, patch.key, staged, mode))
         if patch.checkpoint is not None:
             await asyncio.to_thread(shutil.rmtree, patch.checkpoint, ignore_errors=True)
         return ApplyReport(pause_s=pause_s, mode=mode, digest=staged.new_digest)
@@ -234,10 +233,10 @@ class VllmEngine:
     async def close(self) -> None:
         """See Engine."""
         running, self._running = self._running, None
+        await self._child.stop()  # whoever waits for an answer learns that none comes
         if running is not None:
             await running.client.close()
             await asyncio.to_thread(running.calls.close)
-        await self._child.stop()
         await asyncio.to_thread(self._workspace.close)
 
     async def _run_child(
@@ -267,6 +266,7 @@ class VllmEngine:
             self._workspace.memory,
             ranks=len(learned),
             timeout_s=self._options.stage_timeout_s,
+            alive=lambda: self._child.alive,
         )
         maps = [RankMap.load(path) for path in calls.paths(pattern)]
         await client.set_version(str(version))
@@ -279,6 +279,7 @@ class VllmEngine:
         )
         return _Running(
             client=client,
+            swap=client.swap if await client.has_swap_route() else client.swap_by_parts,
             calls=calls,
             stager=stager,
             adapters=Adapters(client, self._workspace.disk, limit=self._options.adapters),
@@ -288,25 +289,25 @@ class VllmEngine:
 
     async def _swap(
         self, running: _Running, key: str, staged: StagedUpdate, mode: SwapMode
-    ) -> None:
+    ) -> float:
+        """Returns the pause in seconds."""
         pause_mode, clear_cache = _PAUSES[mode]
+        order = SwapOrder(
+            key=key, label=str(staged.version), mode=pause_mode, clear_cache=clear_cache
+        )
         try:
-            await running.client.pause(pause_mode, clear_cache=clear_cache)
-            answers = await running.client.call_workers("deltawire_apply", key)
-            refusals = [answer["refused"] for answer in answers if answer.get("refused")]
-            if not refusals:
-                await running.client.set_version(str(staged.version))
-                running.version, running.digest = staged.version, Digest.parse(staged.new_digest)
-            if len(refusals) in (0, len(answers)):
-                await running.client.resume()
+            answer = await running.swap(order)
         except EngineError as error:
             await self.close()
             raise ReplicaBroken(f"the swap to version {staged.version} failed: {error}") from error
-        if refusals:
-            if len(refusals) < len(answers):
-                await self.close()
-                raise ReplicaBroken(f"only some ranks took version {staged.version}: {refusals[0]}")
-            raise EngineError(f"version {staged.version} was not applied: {refusals[0]}")
+        if answer.ranks_disagree:
+            await self.close()
+            reason = answer.refusals[0]
+            raise ReplicaBroken(f"only some ranks took version {staged.version}: {reason}")
+        if answer.refusals:
+            raise EngineError(f"version {staged.version} was not applied: {answer.refusals[0]}")
+        running.version, running.digest = staged.version, Digest.parse(staged.new_digest)
+        return answer.pause_s
 
     def _ready(self) -> _Running:
         if self._running is None:

@@ -24,7 +24,8 @@ def open_vllm(settings: InferenceSettings) -> VllmEngine:
     if not command or shutil.which(command[0]) is None:
         raise SettingsError(
             f"INFERENCE_VLLM_COMMAND={settings.vllm_command!r}: no such program; install vLLM "
-            "beside deltawire-inference, or name its executable"
+            "beside deltawire-inference, or name its executable; for machines without a GPU "
+            "`make test-vllm` builds .venv-vllm/bin/vllm"
         )
     return VllmEngine(
         VllmOptions(

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deltawire_inference.vllm_plugin import BACKEND
+from deltawire_inference.vllm_plugin.swap_route import SWAP_PLUGIN
 
 MODEL_NAME = "policy"
 """What vLLM calls the base model; adapters have names of their own."""
@@ -74,7 +75,7 @@ def serve_environment(options: VllmOptions, inherited: Mapping[str, str]) -> dic
     }
     told = {
         "VLLM_SERVER_DEV_MODE": "1",
-        "VLLM_PLUGINS": BACKEND,
+        "VLLM_PLUGINS": f"{BACKEND},{SWAP_PLUGIN}",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
