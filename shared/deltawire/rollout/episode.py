@@ -100,6 +100,7 @@ class Episode:
             # Born fresh: what has begun goes on wherever it is.
             min_version=None if self._taken else ticket.min_version,
             want_sampling_mask=sampling.top_p < 1.0 or sampling.top_k > 0,
+            want_routed_experts=True,  # only an engine that was started for it has them
             session=self._rollout_id,
         )
 
