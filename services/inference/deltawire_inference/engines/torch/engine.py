@@ -5,12 +5,14 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import torch
 
 from deltawire.codec.patch import Layout
+from deltawire.protocol.adapters import adapter_name
 from deltawire.protocol.chain import RunManifest
 from deltawire.protocol.errors import (
     DeltawireError,
@@ -20,7 +22,7 @@ from deltawire.protocol.errors import (
     VersionNotServed,
 )
 from deltawire.protocol.generation import GenerateRequest, GenerateResponse
-from deltawire.protocol.versions import PolicyVersion
+from deltawire.protocol.versions import PolicyVersion, newest
 from deltawire_inference.engines.background import yield_to_sampling
 from deltawire_inference.engines.base import (
     ApplyReport,
@@ -34,6 +36,7 @@ from deltawire_inference.engines.torch.core import EngineCore, Limits
 from deltawire_inference.engines.torch.flight import PIN_RETRY_S, Flight, completion_of
 from deltawire_inference.engines.torch.loop import EngineLoop
 from deltawire_inference.engines.torch.model import LoadedModel, build_model
+from deltawire_inference.engines.torch.policy_adapter import PolicyAdapter
 from deltawire_inference.engines.torch.row import Row, dice_of
 from deltawire_inference.engines.torch.stops import StopRule
 from deltawire_inference.engines.torch.weights import LiveWeights
@@ -45,9 +48,17 @@ T = TypeVar("T")
 class _Parts:
     """What exists between `start` and `close`."""
 
-    def __init__(self, loaded: LoadedModel, weights: LiveWeights, core: EngineCore) -> None:
+    def __init__(
+        self, loaded: LoadedModel, weights: LiveWeights, core: EngineCore, *, adapts: bool
+    ) -> None:
         self.loaded, self.weights, self.core = loaded, weights, core
+        self.adapts = adapts
+        """Whether the policy is an adapter, whose versions have names."""
         self.loop = EngineLoop(core)
+
+    def answered_by(self, asked: str | None, version: int) -> str | None:
+        """The adapter behind an answer."""
+        return adapter_name(version) if self.adapts else asked
 
 
 class TorchEngine:
@@ -102,12 +113,16 @@ class TorchEngine:
             raise EngineError(f"this model does not run on the torch engine: {error}") from error
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """See Engine."""
+        """See Engine. In a LoRA run the answer names the version that gave its newest token."""
+        parts = self._ready()
         with self._flying(request, streams=False) as flight:
             while await flight.next_token() is not None:
                 pass
+        completions = [completion_of(row) for row in flight.rows]
+        last = newest(span for completion in completions for span in completion.spans)
+        version = parts.core.version if last is None else last
         return GenerateResponse(
-            completions=[completion_of(row) for row in flight.rows], adapter=request.adapter
+            completions=completions, adapter=parts.answered_by(request.adapter, version)
         )
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[SampledToken, None]:
@@ -147,6 +162,11 @@ class TorchEngine:
     async def load_adapter(self, name: str, path: Path) -> None:
         """See Engine. A PEFT folder, or one file with its configuration in the metadata."""
         parts = self._ready()
+        if parts.adapts:
+            raise EngineError(
+                f"adapter {name!r}: this run's policy is an adapter itself; serve other adapters "
+                "from a run that trains all weights"
+            )
         bank = parts.core.adapters
         adapter = await self._aside(bank.read, name, path)
         await asyncio.wrap_future(parts.loop.between_steps(partial(bank.add, adapter)))
@@ -179,12 +199,14 @@ class TorchEngine:
         self, model_dir: Path, objects: Objects, manifest: RunManifest, version: PolicyVersion
     ) -> _Parts:
         loaded = build_model(model_dir, manifest, device=self._device)
-        weights = LiveWeights(
-            loaded.named_tensors(), Layout(manifest.tensors), run_id=manifest.run_id
-        )
+        layout, live = Layout(manifest.tensors), loaded.named_tensors()
+        if manifest.adapter is not None:
+            adapter = PolicyAdapter(loaded.module, layout, manifest.adapter, device=self._device)
+            live = chain(live, adapter.named_tensors())
+        weights = LiveWeights(live, layout, run_id=manifest.run_id)
         weights.load(objects)
         core = EngineCore(loaded.module, loaded.shape, limits=self._limits, version=version)
-        return _Parts(loaded, weights, core)
+        return _Parts(loaded, weights, core, adapts=manifest.adapter is not None)
 
     def _ready(self) -> _Parts:
         if self._parts is None:
@@ -195,7 +217,9 @@ class TorchEngine:
         parts = self._ready()
         _check_versions(request, parts.core.version)
         _check_ids(request.prompt_ids, parts.loaded)
-        adapter = None if request.adapter is None else parts.core.adapters.get(request.adapter)
+        own = parts.answered_by(None, parts.core.version)
+        named = request.adapter not in (None, own)
+        adapter = parts.core.adapters.get(request.adapter or "") if named else None
         room = self.max_length - len(request.prompt_ids)
         if room < 1:
             raise MalformedMessage(
