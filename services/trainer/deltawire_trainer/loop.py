@@ -329,6 +329,7 @@ class TrainingLoop:
         await self._compute(learner.apply, gradient, step=self.step)
         self.step += 1
         self.ledger.train(made.groups, step=self.step)
+        self.rollouts.record(self.step, [usable.group for usable in groups])
 
     async def _give_up_redo(self) -> None:
         """Some groups are gone: go on from the published head, or from here if it is no newer."""

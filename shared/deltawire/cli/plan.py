@@ -15,6 +15,7 @@ from deltawire.cli.children import Child
 from deltawire.cli.local_vllm import vllm_environment
 from deltawire.job.spec import JobSpec
 from deltawire.protocol.errors import SettingsError
+from deltawire.streams.local_server import free_port
 
 TRAINER, ENVIRONMENT = "trainer", "environment"
 
@@ -89,8 +90,13 @@ def _cores() -> int:
 
 
 def _ports(first: int, count: int) -> Iterator[int]:
-    for offset in range(count):
-        wanted = first + offset if first else 0
+    if not first:
+        found: set[int] = set()
+        while len(found) < count:
+            found.add(free_port())
+        yield from found
+        return
+    for wanted in range(first, first + count):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -99,7 +105,7 @@ def _ports(first: int, count: int) -> Iterator[int]:
                 raise SettingsError(
                     f"port {wanted} is in use; stop what uses it or choose others with --port"
                 ) from error
-            yield int(probe.getsockname()[1])
+            yield wanted
 
 
 def service_children(plan: RunPlan, *, streams: str) -> list[Child]:

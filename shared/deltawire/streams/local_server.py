@@ -5,8 +5,10 @@ comes back with everything it had answered for. That takes `appendfsync always`:
 server answers up to two seconds before it writes, whenever its background sync is slow.
 """
 
+import contextlib
 import importlib.util
 import os
+import random
 import secrets
 import shutil
 import socket
@@ -23,6 +25,7 @@ from pydantic import SecretStr
 from deltawire.protocol.errors import StreamUnavailable
 
 _NAMES = ("redis-server", "valkey-server")
+_FIRST_PORT, _BEHIND_PORTS = 10_000, 32_768
 _START_S = 20.0
 _STOP_S = 5.0
 
@@ -92,7 +95,7 @@ def start(
             "or give the URL of a running server"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    port = port or _free_port()
+    port = port or free_port()
     secret = password or secrets.token_urlsafe(24)
     config = folder / "redis.conf"
     config.touch(mode=0o600)
@@ -152,8 +155,11 @@ def _wait_until_it_answers(server: LocalServer, log_path: Path) -> None:
     raise StreamUnavailable(f"{server.binary} did not answer in {_START_S:.0f} s; see {log_path}")
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def free_port() -> int:
+    """Below the range from which outgoing connections take theirs: a server that starts again must
+    not find its port in use by one, least of all by a client that reached itself."""
+    while True:
+        port = random.randrange(_FIRST_PORT, _BEHIND_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
