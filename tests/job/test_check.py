@@ -92,6 +92,15 @@ def test_the_starter_checks_out_and_its_test_passes(tmp_path: Path) -> None:
     assert subprocess.run(test, cwd=tmp_path, timeout=280, check=False).returncode == 0
 
 
+def test_the_starters_test_passes_inside_a_project_that_imports_tests_its_own_way(
+    tmp_path: Path,
+) -> None:
+    write_starter("my_sums", tmp_path)
+    mode = ("--import-mode=importlib", "-c", "/dev/null", "--rootdir", str(tmp_path))
+    test = [sys.executable, "-m", "pytest", "-q", *mode, str(tmp_path / "test_my_sums.py")]
+    assert subprocess.run(test, cwd=tmp_path.parent, timeout=280, check=False).returncode == 0
+
+
 def test_a_starter_never_overwrites_and_wants_a_plain_name(tmp_path: Path) -> None:
     write_starter("mine", tmp_path)
     with pytest.raises(JobError, match="is there already"):

@@ -9,7 +9,7 @@ import pytest
 from deltawire.job import HttpScorer, Message, Score, Transcript, reward
 from deltawire.job.rehearsal import run_directly
 from deltawire.job.scoring import score_episode
-from deltawire.protocol.errors import RemoteError
+from deltawire.protocol.errors import JobError, RemoteError
 from deltawire.protocol.rollouts import Task
 
 
@@ -54,6 +54,33 @@ async def test_a_trl_function_of_a_conversational_row_gets_messages() -> None:
 
     episode = transcript(prompt=[{"role": "user", "content": "2+2?"}])
     assert (await scored(last_word, episode=episode)).reward == 1.0
+
+
+def test_a_function_that_no_episode_fits_is_refused_where_it_is_written() -> None:
+    with pytest.raises(JobError, match=r"bad\(a, b\) cannot be a reward: it takes \(episode\)"):
+
+        @reward
+        def bad(a, b):
+            return 1.0
+
+
+async def test_a_column_that_the_row_lacks_is_named_beside_those_it_has() -> None:
+    @reward
+    def exact(completions, label):
+        return [1.0]
+
+    score = await scored(exact, episode=transcript("4", answer="4"))
+    assert score.reward is None
+    assert "asks for label" in score.errors["exact"]
+    assert "completions, prompts, answer" in score.errors["exact"]
+
+
+async def test_text_is_no_reward_and_the_message_says_what_was_returned() -> None:
+    @reward
+    def bad(episode):
+        return "good"
+
+    assert "bad returned 'good'; a reward is a number" in (await scored(bad)).errors["bad"]
 
 
 async def test_none_means_that_a_part_does_not_apply() -> None:

@@ -45,9 +45,9 @@ def new(
     """Write a commented job file and its test."""
     from deltawire.job.starter import write_starter
 
-    for path in write_starter(name, folder):
-        typer.echo(f"wrote {path}")
-    typer.echo(f"next: deltawire check {folder / name}.py")
+    job, test = write_starter(name, folder)
+    typer.echo(f"wrote {job} and {test}")
+    typer.echo(f"next: deltawire check {job}; pytest {test}")
 
 
 def mount(app: typer.Typer) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, overload, runtime_checkable
 
 from deltawire.job.transcript import Transcript
+from deltawire.protocol.errors import JobError
 
 OnError = Literal["drop", "zero"]
 
@@ -89,7 +90,36 @@ def _trl_arguments(
     }
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
         return offered
+    missing = [name for name in _required(parameters) if name not in offered]
+    if missing:
+        raise JobError(
+            f"a reward asks for {', '.join(missing)}, and the episode offers "
+            f"{', '.join(offered)}; name its parameters after columns of the dataset"
+        )
     return {name: value for name, value in offered.items() if name in parameters}
+
+
+def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is parameter.empty and parameter.kind not in variadic
+    ]
+
+
+def _demand_signature(body: RewardBody) -> None:
+    """Refuse, where the file is read, a function that no episode could be given to."""
+    signature = inspect.signature(body)
+    if "completions" in signature.parameters:
+        return
+    try:
+        signature.bind(object())
+    except TypeError:
+        raise JobError(
+            f"{body.__name__}{signature} cannot be a reward: it takes (episode), or "
+            "(completions, **columns) as in TRL"
+        ) from None
 
 
 @overload
@@ -116,6 +146,7 @@ def reward(
     """Make a reward of a function, sync or async: `@reward` or `@reward(weight=0.5)`."""
 
     def wrap(body: RewardBody) -> RewardFunction:
+        _demand_signature(body)
         return RewardFunction(body, name or body.__name__, weight, timeout_s, on_error)
 
     return wrap if function is None else wrap(function)

@@ -7,7 +7,7 @@ sample is dropped; a reward nobody could compute is never a 0. `on_error="zero"`
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, SupportsFloat
 
 from deltawire.job.fault import describe
 from deltawire.job.reward import Answer, Rewarder, Score
@@ -76,12 +76,17 @@ async def score_episode(
 
 
 def _as_score(name: str, answer: Answer) -> Score | None:
-    if isinstance(answer, Sequence):
+    if isinstance(answer, Sequence) and not isinstance(answer, str):
         if len(answer) != 1:
             raise ValueError(f"{name} got one completion and returned {len(answer)} rewards")
         answer = answer[0]
     if answer is None:
         return None
+    if not isinstance(answer, Score | SupportsFloat):
+        raise TypeError(
+            f"{name} returned {answer!r:.60}; a reward is a number, a Score, or None for "
+            "'does not apply'"
+        )
     score = answer if isinstance(answer, Score) else Score(value=float(answer))
     finite = [score.value, *(score.turns or ()), *(value for *_, value in score.spans or ())]
     if not all(math.isfinite(value) for value in finite):

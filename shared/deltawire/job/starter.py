@@ -57,11 +57,15 @@ job = Job(
 _TEST = '''"""The world and the rewards of {name}.py, without a model."""
 
 import random
-
-from {name} import {kind}, right, short
+import sys
+from pathlib import Path
 
 from deltawire.job import Message, Transcript
 from deltawire.protocol.rollouts import Task
+
+sys.path.insert(0, str(Path(__file__).parent))  # the job lies beside its test, in no package
+
+from {name} import {kind}, right, short  # noqa: E402
 
 
 def play(answer: str, seed: int = 0) -> Transcript:
