@@ -137,7 +137,8 @@ def _put_moments(
     for name, master in masters.items():
         if f"{name}.{_MOMENTS[0]}" in moments:
             held = {moment: moments[f"{name}.{moment}"].to(master.device) for moment in _MOMENTS}
-            optimizer.state[master] = {**held, "step": torch.tensor(adam_step)}
+            made = torch.tensor(adam_step, device=master.device)
+            optimizer.state[master] = {**held, "step": made}
 
 
 def _sync(paths: Iterable[Path]) -> None:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from deltawire.protocol.errors import DeltawireError
 
+
 class GuardStopped(DeltawireError):
     """The run was ended in good order, but before its time: what followed would have been noise."""
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from deltawire.job.spec import JobSpec, LoraSpec
+from deltawire.protocol.errors import SettingsError
 from deltawire.store.base import Store
 from deltawire.sync.publisher import Publisher
 from deltawire_trainer.base_model import resolve_base_model
@@ -57,7 +58,8 @@ class OpenRun:
 def open_run(settings: TrainerSettings, job: JobSpec, store: Store) -> OpenRun:
     """Found the run, resume it, or take it over. Raises children of DeltawireError only."""
     base = resolve_base_model(settings.model or job.model.source, cache=settings.cache_dir)
-    policy = _load_policy(base, job, lora=job.train.lora)
+    device = usable_device(settings.device)
+    policy = _load_policy(base, job, device=device, lora=job.train.lora)
     optimizer = build_optimizer(policy, job.train)
     checkpoints = Checkpoints(settings.run_dir / "checkpoints")
     newest = checkpoints.newest()
@@ -109,12 +111,25 @@ def working_dtype(job: JobSpec) -> torch.dtype:
     return torch.bfloat16 if mixed else torch.float32
 
 
-def _load_policy(base: Path, job: JobSpec, *, lora: LoraSpec | None = None) -> Policy:
+def usable_device(name: str) -> str:
+    """The same name. Raises SettingsError when nothing can be computed there."""
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:  # torch has no one error for it
+        reason = str(error).splitlines()[0]
+        raise SettingsError(
+            f"TRAINER_DEVICE={name}: {reason}; use cpu or a device you have"
+        ) from error
+    return name
+
+
+def _load_policy(base: Path, job: JobSpec, *, device: str, lora: LoraSpec | None = None) -> Policy:
     return Policy.load(
         base,
         working_dtype=working_dtype(job),
         temperature=job.sampling.temperature,
         gradient_checkpointing=job.train.gradient_checkpointing,
+        device=device,
         lora=lora,
         seed=job.train.seed,
         base_model=job.model.source,
@@ -125,7 +140,9 @@ def _reference(policy: Policy, base: Path, job: JobSpec) -> Reference | None:
     """What the KL penalty pulls towards: version 0, which lies under an adapter anyway."""
     if not job.train.kl_coef:
         return None
-    return _load_policy(base, job) if policy.adapter is None else policy.base()
+    if policy.adapter is not None:
+        return policy.base()
+    return _load_policy(base, job, device=str(policy.device))
 
 
 def _open_publisher(

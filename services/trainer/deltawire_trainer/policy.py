@@ -88,17 +88,18 @@ class Policy:
         working_dtype: torch.dtype,
         temperature: float,
         gradient_checkpointing: bool,
+        device: str = "cpu",
         lora: LoraSpec | None = None,
         seed: int = 0,
         base_model: str = "",
     ) -> "Policy":
-        """Read a model folder, exactly. A base that is not trained needs no fp32 copy on the way."""
+        """Read a model folder, exactly. A base under an adapter needs no fp32 copy on the way."""
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=working_dtype if lora else torch.float32,
             attn_implementation="sdpa",
             local_files_only=True,
-        )
+        ).to(device)
         if gradient_checkpointing:
             model.gradient_checkpointing_enable()
         model.train()
@@ -222,5 +223,6 @@ def _masked_norm(logits: torch.Tensor, batch: PackedBatch, masks: list[list[int]
     padded = torch.full((len(masks), width), -1, dtype=torch.int64)
     for row, ids in enumerate(masks):
         padded[row, : len(ids)] = torch.tensor(ids, dtype=torch.int64)
+    padded = padded.to(logits.device)
     kept = logits[batch.token_row[:, None], padded.clamp(min=0)]
     return kept.masked_fill(padded < 0, -torch.inf).logsumexp(-1)

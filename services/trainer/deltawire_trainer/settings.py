@@ -35,6 +35,8 @@ class TrainerSettings(ServiceSettings):
     """Where an unpacked offline model is kept; ~/.cache/deltawire unless told."""
     threads: int = Field(1, ge=1)
     """CPU threads of torch."""
+    device: str = "cpu"
+    """Where the model is trained: cpu, cuda, cuda:1, ..."""
     take_over: bool = False
     """Go on with a run of another trainer: its weights come from the bucket."""
     exit_when_done: bool = False
