@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 JOB    ?= jobs/guess.py
-# STEPS=…, MODEL=…, REPLICAS=…, STORE=…, ENGINE=… and SET="train.lr=2e-6 …" override the job.
+# STEPS=…, MODEL=…, REPLICAS=…, STORE=…, ENGINE=…, PORT=… and SET="train.lr=2e-6 …" override the job.
 OVERRIDES = $(if $(STEPS),train.steps=$(STEPS)) $(if $(MODEL),model.source=$(MODEL)) $(SET)
 OPTIONS   = $(if $(REPLICAS),--replicas $(REPLICAS)) $(if $(STORE),--store $(STORE)) \
-            $(if $(ENGINE),--engine $(ENGINE))
+            $(if $(ENGINE),--engine $(ENGINE)) $(if $(PORT),--port $(PORT))
 # On Linux without a GPU, TORCH_INDEX=https://download.pytorch.org/whl/cpu saves gigabytes.
 PIP_TORCH = $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
