@@ -23,7 +23,7 @@ ENCODINGS = ["seed", "compact", "classes", "auto"]
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
 @given(specs=specs, seed=seeds, steps=st.lists(densities, min_size=1, max_size=4))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_an_anchor_and_any_chain_of_deltas_rebuild_the_trainers_bits(
     encoding: str, specs: list, seed: int, steps: list[float]
 ) -> None:

@@ -37,7 +37,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("classes", [False, True])
 @pytest.mark.parametrize("with_old", [True, False])
 @given(specs=specs, seed=seeds, density=densities, threads=st.sampled_from([1, 3]))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_what_was_encoded_is_decoded(
     classes: bool, with_old: bool, specs: list, seed: int, density: float, threads: int
 ) -> None:

@@ -35,7 +35,7 @@ def small_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
     steps=st.lists(densities, min_size=1, max_size=3),
     threads=st.sampled_from([None, 1, 3]),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_way_finds_exactly_what_differs(
     way: str, specs: list, seed: int, steps: list[float], threads: int | None
 ) -> None:
@@ -54,7 +54,7 @@ def test_every_way_finds_exactly_what_differs(
 
 @pytest.mark.parametrize("way", list(WAYS))
 @given(seed=seeds)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_masters_of_any_bits_are_rounded_alike(way: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
     layout = Layout([TensorSpec(name="w", shape=[3, 97], dtype="BF16")])
