@@ -24,14 +24,16 @@ run: $(RUNTIME)  ## Train the default job on this machine, all services as proce
 	$(BIN)/deltawire run $(JOB) $(OVERRIDES) $(OPTIONS)
 
 test: $(DEV)  ## Run every test but the end-to-end and vLLM ones
-	$(BIN)/pytest -q -m "not e2e and not vllm and not docker"
+	$(BIN)/pytest -q -m "not e2e and not vllm and not docker and not chaos"
 
 e2e: $(DEV)  ## Run the whole loop in real processes, and break it
 	$(BIN)/pytest -q -m e2e tests/suite
 
-chaos: $(DEV)  ## Every bucket in every encoding, and fifty kills of the trainer (half an hour)
+chaos: $(DEV)  ## Every bucket in every encoding, then hundreds of kills (an hour); KILLS=, SEED=
 	DELTAWIRE_SUITE=all $(BIN)/pytest -q -m e2e tests/suite/test_stores.py
 	DELTAWIRE_KILLS=50 $(BIN)/pytest -q -s tests/trainer/test_kill.py
+	$(if $(KILLS),CHAOS_KILLS=$(KILLS)) $(if $(SEED),CHAOS_SEED=$(SEED)) \
+	  $(BIN)/pytest -q -s -m chaos tests/suite/chaos
 
 test-vllm: .venv-vllm/.installed  ## Test against a real vLLM on the CPU, in its own environment (2.5 GB)
 	.venv-vllm/bin/python -m pytest -q tests/vllm
