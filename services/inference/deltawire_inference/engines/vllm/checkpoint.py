@@ -7,10 +7,14 @@ no model in this process's own memory; its digest is the one the chain announced
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
+import torch
 
+from deltawire.codec.adapter import base_layout
 from deltawire.codec.apply import LiveTensors
 from deltawire.codec.bits import tensor_of
 from deltawire.codec.container import Section, aligned, header_bytes
@@ -24,9 +28,16 @@ WEIGHTS = "model.safetensors"
 
 
 def write_checkpoint(
-    model_dir: Path, objects: Objects, *, manifest: RunManifest, target: Path
+    model_dir: Path,
+    objects: Objects,
+    *,
+    manifest: RunManifest,
+    target: Path,
+    adapter: Mapping[str, torch.Tensor] = MappingProxyType({}),
 ) -> Digest:
     """Merge a route that begins with an anchor into `target`; returns the digest there.
+
+    Of a LoRA run the base stands in `target`, and the tensors of `adapter` are filled.
 
     Raises:
         WeightsError: An object is not what its link promised; `target` is then removed.
@@ -34,7 +45,9 @@ def write_checkpoint(
     shutil.rmtree(target, ignore_errors=True)
     shutil.copytree(model_dir, target)
     try:
-        tensors, mapped = _create(target / WEIGHTS, Layout(manifest.tensors))
+        layout = Layout(manifest.tensors)
+        named, mapped = _create(target / WEIGHTS, base_layout(layout) if adapter else layout)
+        tensors = LiveTensors((named | dict(adapter)).items(), layout)
         digest = replay(objects, tensors, run_id=manifest.run_id)
         mapped.flush()
     except BaseException:
@@ -45,7 +58,7 @@ def write_checkpoint(
 
 def _create(
     path: Path, layout: Layout
-) -> tuple[LiveTensors, np.memmap[tuple[int], np.dtype[np.uint8]]]:
+) -> tuple[dict[str, torch.Tensor], np.memmap[tuple[int], np.dtype[np.uint8]]]:
     """An empty safetensors file of the layout, and its tensors over the mapped file."""
     sections = aligned(
         [Section(name=n, dtype=layout[n].dtype, shape=layout[n].shape, pieces=()) for n in layout]
@@ -55,9 +68,10 @@ def _create(
     with path.open("r+b") as file:
         file.truncate(len(header) + layout.nbytes)
     mapped = np.memmap(path, dtype=np.uint8, mode="r+", offset=0)
-    tensors, begin = {}, len(header)
+    tensors: dict[str, torch.Tensor] = {}
+    begin = len(header)
     for section in sections:
         bits = mapped[begin : begin + section.nbytes].view(layout[section.name].bits)
         tensors[section.name] = tensor_of(bits, section.dtype, section.shape)
         begin += section.nbytes
-    return LiveTensors(tensors.items(), layout), mapped
+    return tensors, mapped

@@ -30,7 +30,8 @@ _POLL_S = 0.2
 _WATCH_S = 0.5
 _DEAD_LOOKS = 4
 """So often in a row: a server with a full queue of connections refuses one more, too."""
-_STOP_GRACE_S = 15.0
+_STOP_GRACE_S = 1.5
+"""vLLM keeps nothing that is worth a longer wait, and whoever stops a service waits 3 s for it."""
 _LEASH = "deltawire_inference.engines.vllm.leash"
 
 

@@ -12,13 +12,19 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from time import monotonic
 from typing import Any, TypeVar
 
+import torch
+
+from deltawire.codec.adapter import base_layout
 from deltawire.codec.bits import torch_type
 from deltawire.codec.digest import Digest
+from deltawire.codec.patch import Layout
 from deltawire.protocol.chain import RunManifest
 from deltawire.protocol.errors import (
     DigestMismatch,
@@ -28,6 +34,7 @@ from deltawire.protocol.errors import (
     VersionNotServed,
 )
 from deltawire.protocol.generation import GenerateRequest, GenerateResponse
+from deltawire.protocol.layout import ObjectKind
 from deltawire.protocol.versions import PolicyVersion
 from deltawire_inference.engines.base import (
     ApplyReport,
@@ -47,6 +54,11 @@ from deltawire_inference.engines.vllm.options import (
     VllmOptions,
     serve_command,
     serve_environment,
+)
+from deltawire_inference.engines.vllm.policy_adapter import (
+    PolicyAdapter,
+    StagedAdapter,
+    empty_adapter,
 )
 from deltawire_inference.engines.vllm.remote_weights import RankMap
 from deltawire_inference.engines.vllm.requests import (
@@ -73,6 +85,7 @@ _PAUSES: dict[SwapMode, tuple[PauseMode, bool]] = {
     "abort": ("abort", True),
 }
 """Swap mode -> vLLM's pause mode, and whether all cached keys and values are dropped."""
+_UNLABELLED: dict[str, Any] = {"weight_versions": None}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,8 +97,19 @@ class _Running:
     calls: WorkerCalls
     stager: Stager
     adapters: Adapters
+    policy: PolicyAdapter | None
+    """In a LoRA run."""
     version: PolicyVersion
     digest: Digest
+
+    @property
+    def model(self) -> str:
+        """What requests ask vLLM for unless they name an adapter."""
+        return MODEL_NAME if self.policy is None else self.policy.name
+
+    def keeping(self, model: str) -> AbstractAsyncContextManager[None]:
+        """Keep what a request asks for loaded until it has ended."""
+        return nullcontext() if self.policy is None else self.policy.used(model)
 
 
 class VllmEngine:
@@ -119,8 +143,14 @@ class VllmEngine:
         await self.close()
         self._workspace.open()
         checkpoint = self._workspace.disk / f"checkpoint-{version}"
+        adapter = {} if manifest.adapter is None else empty_adapter(Layout(manifest.tensors))
         digest = await asyncio.to_thread(
-            write_checkpoint, model_dir, objects, manifest=manifest, target=checkpoint
+            write_checkpoint,
+            model_dir,
+            objects,
+            manifest=manifest,
+            target=checkpoint,
+            adapter=adapter,
         )
         client = VllmClient(self._workspace.socket)
         try:
@@ -131,6 +161,7 @@ class VllmEngine:
                 manifest=manifest,
                 version=version,
                 digest=digest,
+                adapter=adapter,
             )
         except BaseException:
             await self._child.stop()
@@ -140,44 +171,56 @@ class VllmEngine:
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
         """See Engine."""
         running = self._ready()
-        body = _body(request, running)
+        body, version = _body(request, running), running.version
         self._in_flight += request.n
         try:
-            answer = await self._answer(running.client.generate(body))
+            async with running.keeping(body["model"]):
+                answer = await self._answer(running.client.generate(body))
         finally:
             self._in_flight -= request.n
+        own = running.policy is not None
+        if not own:
+            version = running.version
         completions = [
-            completion_of(choice, request=request, version=running.version)
+            # A request ends under the adapter it began with, whatever became the label meanwhile.
+            completion_of(choice | _UNLABELLED if own else choice, request=request, version=version)
             for choice in answer["choices"]
         ]
         self._rate.add(sum(len(c.token_ids) for c in completions))
         answered_by = answer.get("model")
         if answered_by != body["model"]:
             raise EngineError(f"{body['model']!r} was asked for, {answered_by!r} answered")
-        return GenerateResponse(completions=completions, adapter=request.adapter)
+        adapter = body["model"] if own else request.adapter
+        return GenerateResponse(completions=completions, adapter=adapter)
 
     async def stream(self, request: GenerateRequest) -> AsyncGenerator[SampledToken, None]:
         """See Engine. vLLM gives spans only at the end: tokens carry the version live meanwhile."""
         running = self._ready()
-        body = _body(request, running) | {"stream": True}
+        body, began_at = _body(request, running) | {"stream": True}, running.version
         self._in_flight += request.n
         try:
-            async for line in running.client.stream(body):
-                for token in tokens_of_event(json.loads(line), version=running.version):
-                    self._rate.add(int(token.token_id is not None))
-                    yield token
+            async with running.keeping(body["model"]):
+                async for line in running.client.stream(body):
+                    version = running.version if running.policy is None else began_at
+                    for token in tokens_of_event(json.loads(line), version=version):
+                        self._rate.add(int(token.token_id is not None))
+                        yield token
         finally:
             self._in_flight -= request.n
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """See Engine."""
         running = self._ready()
-        answer = await self._answer(running.client.score(score_body(token_ids, model=MODEL_NAME)))
+        answer = await self._answer(
+            running.client.score(score_body(token_ids, model=running.model))
+        )
         return scores_of(answer, token_ids)
 
     async def stage(self, objects: Objects) -> StagedUpdate:
         """See Engine. What cannot go in place ends the child: `start` merges it on disk instead."""
         running = self._ready()
+        if running.policy is not None:
+            return await self._stage_adapter(running, running.policy, objects)
         try:
             return await asyncio.to_thread(running.stager.stage, objects, held=running.digest)
         except UnmappableName as error:
@@ -187,13 +230,16 @@ class VllmEngine:
     async def apply(self, staged: StagedUpdate, *, mode: SwapMode) -> ApplyReport:
         """See Engine. Where ranks disagree the child is stopped: nothing half applied serves."""
         running, patch = self._ready(), staged.token
-        assert isinstance(patch, StagedPatch)
+        assert isinstance(patch, StagedPatch | StagedAdapter)
         if patch.base_digest != str(running.digest):
             raise DigestMismatch(
                 f"staged version {staged.version}",
                 expected=patch.base_digest,
                 actual=str(running.digest),
             )
+        if isinstance(patch, StagedAdapter):
+            pause_s = await asyncio.shield(self._swap_adapter(running, patch, staged, mode))
+            return ApplyReport(pause_s=pause_s, mode=mode, digest=staged.new_digest)
         pause_s = await asyncio.shield(self._swap(running, patch.key, staged, mode))
         if patch.checkpoint is not None:
             await asyncio.to_thread(shutil.rmtree, patch.checkpoint, ignore_errors=True)
@@ -201,7 +247,12 @@ class VllmEngine:
 
     async def verify(self) -> str:
         """See Engine. Reads the weights while tokens flow, so do not apply meanwhile."""
-        return str(await asyncio.to_thread(self._ready().stager.recomputed))
+        running = self._ready()
+        digest = await asyncio.to_thread(running.stager.recomputed)
+        if running.policy is not None:
+            own = running.policy.digest_part()
+            digest = digest.plus((own.a, own.b))
+        return str(digest)
 
     async def checksums(self) -> dict[str, str]:
         """vLLM's own sha256 of every runtime parameter (`/weight_checker`), by name."""
@@ -211,6 +262,8 @@ class VllmEngine:
         """See Engine. A version has a name of its own; the oldest beyond the limit go."""
         if "adapters" not in self.capabilities:
             raise EngineError(f"adapter {name!r}: this replica serves none; set how many it holds")
+        if self._ready().policy is not None:
+            raise EngineError(f"adapter {name!r}: this run's policy is an adapter itself")
         await self._ready().adapters.load(name, path)
 
     async def pause(self) -> None:
@@ -248,14 +301,16 @@ class VllmEngine:
         manifest: RunManifest,
         version: PolicyVersion,
         digest: Digest,
+        adapter: Mapping[str, torch.Tensor],
     ) -> _Running:
+        options = self._options.for_run(manifest)
         command = serve_command(
-            self._options,
+            options,
             model_dir=checkpoint,
             socket=self._workspace.socket,
             dtype=_serving_dtype(manifest),
         )
-        environment = serve_environment(self._options, os.environ)
+        environment = serve_environment(options, os.environ)
         timeout_s = self._options.start_timeout_s
         start_s = await self._child.start(command, environment, client, timeout_s=timeout_s)
         pattern = str(self._workspace.memory / "map-{rank}.safetensors")
@@ -275,14 +330,29 @@ class VllmEngine:
             extra={"version": version, "start_s": round(start_s, 1), "ranks": learned},
         )
         stager = Stager(
-            calls, maps, manifest=manifest, model_dir=model_dir, disk=self._workspace.disk
+            calls,
+            maps,
+            manifest=_base_of(manifest),
+            model_dir=model_dir,
+            disk=self._workspace.disk,
         )
+        policy = None
+        if manifest.adapter is not None:
+            policy = PolicyAdapter(
+                client,
+                adapter,
+                manifest=manifest,
+                adapter=manifest.adapter,
+                folder=self._workspace.disk,
+            )
+            await policy.load(version, digest)
         return _Running(
             client=client,
             swap=client.swap if await client.has_swap_route() else client.swap_by_parts,
             calls=calls,
             stager=stager,
-            adapters=Adapters(client, self._workspace.disk, limit=self._options.adapters),
+            adapters=Adapters(client, self._workspace.disk, limit=options.adapters),
+            policy=policy,
             version=version,
             digest=digest,
         )
@@ -308,6 +378,44 @@ class VllmEngine:
             raise EngineError(f"version {staged.version} was not applied: {answer.refusals[0]}")
         running.version, running.digest = staged.version, Digest.parse(staged.new_digest)
         return answer.pause_s
+
+    async def _stage_adapter(
+        self, running: _Running, policy: PolicyAdapter, objects: Objects
+    ) -> StagedUpdate:
+        """Verify a route of adapters and have the child load its end, while tokens flow."""
+        first, last = objects[0][0], objects[-1][0]
+        if first.kind is ObjectKind.ANCHOR:
+            await self.close()
+            raise ReplicaBroken("the run was anchored anew; vLLM is started again on it")
+        held = running.digest
+        patches, digest = await asyncio.to_thread(policy.read, objects, held=held)
+        token = await policy.stage(patches, version=last.version, held=held, digest=digest)
+        return StagedUpdate(
+            version=last.version,
+            base_version=first.base_version,
+            new_digest=str(digest),
+            changed=sum(patch.changed for patch in patches),
+            total=last.total or 0,
+            token=token,
+        )
+
+    async def _swap_adapter(
+        self, running: _Running, patch: StagedAdapter, staged: StagedUpdate, mode: SwapMode
+    ) -> float:
+        """New requests ask for the new version; drain and abort see the running ones off first."""
+        assert running.policy is not None
+        started, waits = monotonic(), mode in ("drain", "abort")
+        try:
+            if waits:
+                await running.client.pause(_PAUSES[mode][0], clear_cache=False)
+            running.version, running.digest = staged.version, Digest.parse(staged.new_digest)
+            await running.policy.enter(patch)
+            if waits:
+                await running.client.resume()
+        except EngineError as error:
+            await self.close()
+            raise ReplicaBroken(f"the swap to version {staged.version} failed: {error}") from error
+        return monotonic() - started if waits else 0.0
 
     def _ready(self) -> _Running:
         if self._running is None:
@@ -335,11 +443,16 @@ def _body(request: GenerateRequest, running: _Running) -> dict[str, Any]:
         raise VersionNotServed(wanted=pin, serving=serving, retry_after_s=PIN_RETRY_S)
     if floor is not None and floor > serving:
         raise VersionNotServed(wanted=floor, serving=serving, retry_after_s=PIN_RETRY_S)
-    if request.adapter is not None and request.adapter not in running.adapters.names:
-        raise MalformedMessage(
-            f"adapter {request.adapter!r} is not loaded; loaded are {running.adapters.names}"
-        )
-    return request_body(request, version=serving, model=request.adapter or MODEL_NAME)
+    names = running.adapters.names if running.policy is None else (running.policy.name,)
+    if request.adapter is not None and request.adapter not in names:
+        raise MalformedMessage(f"adapter {request.adapter!r} is not loaded; loaded are {names}")
+    return request_body(request, version=serving, model=request.adapter or running.model)
+
+
+def _base_of(manifest: RunManifest) -> RunManifest:
+    """What the child's weights are: all but an adapter."""
+    base = base_layout(Layout(manifest.tensors))
+    return manifest.model_copy(update={"tensors": base.specs})
 
 
 def _serving_dtype(manifest: RunManifest) -> str:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from deltawire.protocol.chain import RunManifest
 from deltawire_inference.vllm_plugin import BACKEND
 from deltawire_inference.vllm_plugin.swap_route import SWAP_PLUGIN
 
 MODEL_NAME = "policy"
 """What vLLM calls the base model; adapters have names of their own."""
 WORKER_EXTENSION = "deltawire_inference.vllm_plugin.worker.WorkerExtension"
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""What vLLM takes for its --max-lora-rank."""
+_VERSIONS_AT_ONCE = 4
+"""Versions of an adapter that requests of one batch may use."""
 _PRIVATE_PREFIXES = ("INFERENCE_", "TRAINER_", "ENVIRONMENT_", "AWS_")
 _PRIVATE = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
 
@@ -50,6 +55,13 @@ class VllmOptions:
             offered.add("adapters")
         return frozenset(offered)
 
+    def for_run(self, manifest: RunManifest) -> VllmOptions:
+        """With room for the versions of a LoRA run's adapter that live side by side."""
+        if manifest.adapter is None:
+            return self
+        rank = next((room for room in _RANKS if room >= manifest.adapter.rank), _RANKS[-1])
+        return replace(self, adapters=max(self.adapters, _VERSIONS_AT_ONCE), max_lora_rank=rank)
+
 
 def serve_command(options: VllmOptions, *, model_dir: Path, socket: Path, dtype: str) -> list[str]:
     """The `vllm serve` command line of a child that serves `model_dir` on a socket."""
@@ -58,6 +70,7 @@ def serve_command(options: VllmOptions, *, model_dir: Path, socket: Path, dtype:
     command += ["--weight-transfer-config", json.dumps({"backend": BACKEND})]
     command += ["--worker-extension-cls", options.worker_extension]
     command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    command += ["--disable-uvicorn-access-log"]  # its last lines are kept for errors
     if options.max_length is not None:
         command += ["--max-model-len", str(options.max_length)]
     if options.adapters:
