@@ -9,6 +9,7 @@ from fastapi import FastAPI
 from pydantic import SecretStr
 from rich.console import Console
 
+from deltawire.cli.dropped import show_dropped
 from deltawire.cli.rollouts import show_rollouts, whole
 from deltawire.protocol.errors import RemoteError, SettingsError
 from deltawire.protocol.rollouts import Rollout, RolloutGroup, Sequence, Task
@@ -141,3 +142,20 @@ def test_text_from_a_rollout_is_never_markup(run_folder):
     with console.file:
         console.print(whole(Seen(step=1, rollout=rollout), Decoder()))
         assert "[red]x[/red]" in console.export_text()
+
+
+def test_groups_that_were_left_out_are_listed_with_their_reasons(tmp_path, capsys):
+    events = [
+        {"kind": "issued", "ids": ["t-0", "t-1"]},
+        {"kind": "dropped", "group_id": "t-0", "reason": "stale", "adopted": False},
+        {"kind": "dropped", "group_id": "t-1", "reason": "dead_letter: delivered too often"},
+    ]
+    text = "\n".join(json.dumps(event) for event in events)
+    (tmp_path / "journal.jsonl").write_text(text + '\n{"kind": "dro')
+    assert show_dropped(str(tmp_path), limit=32, as_json=True) == 0
+    assert json.loads(capsys.readouterr().out) == [
+        {"group_id": "t-1", "reason": "dead_letter: delivered too often"},
+        {"group_id": "t-0", "reason": "stale"},
+    ]
+    with pytest.raises(SettingsError, match="journal"):
+        show_dropped(str(tmp_path / "nowhere"), limit=1, as_json=True)

@@ -79,11 +79,17 @@ def rollouts(
     show: Annotated[str, typer.Option(help="Id of one rollout to read in full.")] = "",
     limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 32,
     status: Annotated[str, typer.Option(help="Only ok, truncated or error.")] = "",
+    dropped: Annotated[
+        bool, typer.Option("--dropped", help="Groups that were not trained on, with the reason.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
     """Show rollouts: rewards, versions, and what was said, tokens that train marked."""
+    from deltawire.cli.dropped import show_dropped
     from deltawire.cli.rollouts import show_rollouts
 
+    if dropped:
+        raise typer.Exit(show_dropped(source, limit=limit, as_json=as_json))
     raise typer.Exit(show_rollouts(source, show=show, limit=limit, status=status, as_json=as_json))
 
 

@@ -166,12 +166,12 @@ def _summary(seen: Seen) -> dict[str, Any]:
 
 
 def _summaries(url: str, limit: int) -> list[dict[str, Any]]:
-    answer: list[dict[str, Any]] = _get(url, f"/rollouts?limit={min(limit, 512)}")
+    answer: list[dict[str, Any]] = get_json(url, f"/rollouts?limit={min(limit, 512)}")
     return answer
 
 
 def _fetched(url: str, rollout_id: str) -> Seen:
-    answer = _get(url, f"/rollouts/{quote(rollout_id)}")
+    answer = get_json(url, f"/rollouts/{quote(rollout_id)}")
     try:
         rollout = Rollout.model_validate(answer["rollout"])
         return Seen(step=int(answer["summary"]["step"]), rollout=rollout)
@@ -179,7 +179,8 @@ def _fetched(url: str, rollout_id: str) -> Seen:
         raise RemoteError(url, status=200, detail=f"not a rollout: {error}") from error
 
 
-def _get(url: str, path: str) -> Any:
+def get_json(url: str, path: str) -> Any:
+    """What a trainer answers. Raises RemoteError."""
     token = os.environ.get("DELTAWIRE_TOKEN")
     headers = token_headers(SecretStr(token) if token else None)
     try:
