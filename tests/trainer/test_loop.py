@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from deltawire.protocol.errors import Fenced
+from deltawire.protocol.errors import Fenced, StoreUnavailable
 from deltawire.protocol.rollouts import Rollout, RolloutGroup, Ticket
 from deltawire.protocol.versions import PolicyVersion
 from deltawire.service.metrics import Metrics
@@ -135,3 +135,51 @@ async def test_a_run_that_can_publish_no_more_ends_and_does_not_wait_for_rollout
 
     assert code == (2 if isinstance(error, Fenced) else 1)
     assert str(error) in (await trainer.status()).reason
+
+
+class _AwayStore:
+    """A bucket that goes away in the middle of a commit, written or not, and stays away a while."""
+
+    def __init__(self, inner: Store, *, written: bool) -> None:
+        self._inner, self._written = inner, written
+        self.swaps, self.refusals = 0, 5
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def swap(self, key: str, body: bytes, *, expect: str | None) -> ObjectInfo:
+        self.swaps += 1
+        if self.swaps != _SECOND_VERSION:
+            return self._inner.swap(key, body, expect=expect)
+        if self._written:
+            self._inner.swap(key, body, expect=expect)
+        raise StoreUnavailable("the answer was lost")
+
+    def read(self, key: str, **options: int) -> tuple[bytes, ObjectInfo]:
+        if self.swaps >= _SECOND_VERSION and self.refusals:
+            self.refusals -= 1
+            raise StoreUnavailable("still away")
+        return self._inner.read(key, **options)
+
+
+_SECOND_VERSION = 4
+"""Writes of latest.json before: the claim, version 0 and version 1."""
+
+
+@pytest.mark.parametrize("written", [True, False])
+async def test_a_bucket_that_goes_away_in_a_commit_only_delays_the_run(
+    tmp_path: Path, base: Path, written: bool
+) -> None:
+    streams, settings = MemoryStreams(), make_settings(tmp_path)
+    job = make_job(base, steps=3, max_staleness=0)
+    trainer, inner = make_trainer(settings, job), open_store(settings.store)
+    store = _AwayStore(inner, written=written)
+    player = Player(inner, streams, run_id=RUN, folder=tmp_path / "replica")
+
+    async with playing(player), asyncio.timeout(120):
+        metrics = Metrics("trainer")
+        assert await train(trainer, settings, cast("Store", store), streams, metrics) == 0
+
+    status = await trainer.status()
+    assert store.refusals == 0 and status.step == 3
+    assert (player.version, player.digest) == (status.version, status.digest)

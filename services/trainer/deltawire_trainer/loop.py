@@ -17,8 +17,14 @@ from typing import ParamSpec, TypeVar
 import torch
 
 from deltawire.protocol.control import StepRecord, SyncRecord, TrainerState, WeightNotice
-from deltawire.protocol.errors import DeltawireError, StreamError, StreamUnavailable
+from deltawire.protocol.errors import (
+    DeltawireError,
+    StoreUnavailable,
+    StreamError,
+    StreamUnavailable,
+)
 from deltawire.service.metrics import Metrics
+from deltawire.sync.publisher import PendingDelta
 from deltawire_trainer.account import step_record
 from deltawire_trainer.checkpointing import Checkpointing
 from deltawire_trainer.evaluation import Evaluation
@@ -235,8 +241,7 @@ class TrainingLoop:
         await self.publishing.settled()
         await self.evaluation.hold()
         self._close_evaluation()
-        publisher = self._run.publisher
-        pending = await self._compute(publisher.diff, self._run.policy.working.items())
+        pending = await self._diff()
         self.version, self._steps_since_sync = int(pending.version), 0
         step = self.step
 
@@ -246,6 +251,13 @@ class TrainingLoop:
             await self._open_evaluation(int(record.version))
 
         self.publishing.start(pending, committed)
+
+    async def _diff(self) -> PendingDelta:
+        """What the newest committed version does not have yet."""
+        publisher, weights = self._run.publisher, self._run.policy.working
+        return await self._when_store_answers(
+            lambda: self._compute(publisher.diff, weights.items())
+        )
 
     @property
     def _next_evaluation(self) -> int | None:
@@ -313,7 +325,7 @@ class TrainingLoop:
         """A crash may have come between a step and its commit. Weights that were published already
         (the usual case: the steps made again ended in the same bits) are not published twice."""
         publisher = self._run.publisher
-        pending = await self._compute(publisher.diff, self._run.policy.working.items())
+        pending = await self._diff()
         publisher.discard(pending)
         expected = max((record.version for record in self.history), default=0)
         if pending.changed or publisher.version < expected:
@@ -351,7 +363,7 @@ class TrainingLoop:
             await self._when_streams_answer(self.feeder.wind_up)
             await self._checkpointing.settled()
             await self._checkpointing.write(step=self.step, version=self.version)
-            await asyncio.to_thread(self._run.publisher.finish)
+            await self._when_store_answers(lambda: asyncio.to_thread(self._run.publisher.finish))
         self.ledger.close()
         await self._wait_for_replicas()
         if self._guard_says:
@@ -412,6 +424,17 @@ class TrainingLoop:
             except StreamUnavailable as error:
                 self.waits_for = "streams"
                 log.warning("streams away", extra={"reason": str(error)})
+                await asyncio.sleep(_PATIENCE_S)
+
+    async def _when_store_answers(self, work: Callable[[], Awaitable[R]]) -> R:
+        """Do something that goes on only once it is known what became of the last commit, however
+        long the bucket is away."""
+        while True:
+            try:
+                return await work()
+            except StoreUnavailable as error:
+                self.waits_for = "store"
+                log.warning("store away", extra={"reason": str(error)})
                 await asyncio.sleep(_PATIENCE_S)
 
     def _stand(self, *, in_flight: int, taken: int = 0) -> None:
