@@ -14,7 +14,7 @@ import sys
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,7 @@ import pytest
 from deltawire.codec.apply import LiveTensors
 from deltawire.codec.digest import digest_full
 from deltawire.protocol.chain import Head
+from deltawire.protocol.errors import StreamUnavailable
 from deltawire.store.base import Store
 from deltawire.store.open import open_store
 from deltawire.streams.open import open_trainer_streams
@@ -49,17 +50,28 @@ class Trainers:
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
+        self._alive: int | None = None
 
     async def start(self, **fate: object) -> int:
         """Its process id."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(fate).encode() + b"\n")
-        return int((await self._told("pid"))[0])
+        self._alive = int((await self._told("pid"))[0])
+        return self._alive
 
     async def ended(self) -> tuple[int, str]:
         """(the signal that ended it, the phase it was in)"""
         number, phase = await self._told("ended")
+        self._alive = None
         return int(number), phase
+
+    async def close(self) -> None:
+        """End what still lives."""
+        assert self._process.stdin is not None
+        if self._alive is not None:
+            os.kill(self._alive, signal.SIGKILL)
+        self._process.stdin.close()
+        assert await self._process.wait() == 0
 
     async def _told(self, about: str) -> list[str]:
         assert self._process.stdout is not None
@@ -79,12 +91,11 @@ async def forking(settings_file: Path, marks: Path) -> AsyncIterator[Trainers]:
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
+    trainers = Trainers(process)
     try:
-        yield Trainers(process)
+        yield trainers
     finally:
-        assert process.stdin is not None
-        process.stdin.close()
-        assert await process.wait() == 0
+        await trainers.close()
 
 
 class Warm:
@@ -100,6 +111,15 @@ class Warm:
         layout = self._follower.follower.layout()
         live = LiveTensors(named_weights(self._model), layout)
         return version, str(digest_full(live.named_bits(), layout))
+
+
+class Steady(Player):
+    """Goes on when the streams answer late, as a producer does."""
+
+    async def run(self) -> None:
+        while not self.stopped:
+            with suppress(StreamUnavailable):
+                await super().run()
 
 
 def fates(kills: int) -> list[dict[str, object]]:
@@ -136,7 +156,7 @@ async def test_a_trainer_killed_at_any_moment_of_a_publish_goes_on_where_replica
     store = open_store(uri)
     streams = open_trainer_streams(redis_url, run_id=run_id)
     warm = Warm(store, run_id, tmp_path / "warm")
-    player = Player(store, streams, run_id=run_id, folder=tmp_path / "player")
+    player = Steady(store, streams, run_id=run_id, folder=tmp_path / "player")
     fell: Counter[str] = Counter()
     reached = [-1]
 
