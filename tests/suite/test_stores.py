@@ -1,6 +1,6 @@
 """The whole loop in real processes over each kind of bucket, in each encoding.
 
-A few pairs that meet every bucket and every encoding; all twelve with DELTAWIRE_SUITE=all.
+A few pairs that meet every bucket and every encoding; all twelve, with two replicas, with DELTAWIRE_SUITE=all.
 """
 
 import itertools
@@ -45,9 +45,13 @@ EVERY_PAIR = list(itertools.product((_file, _s3, _hub), ENCODINGS))
 A_FEW = [(_file, "classes"), (_s3, "seed"), (_hub, "compact"), (_s3, "auto")]
 
 
+ALL = os.environ.get("DELTAWIRE_SUITE") == "all"
+REPLICAS = 2 if ALL else 1
+
+
 @pytest.mark.parametrize(
     ("store_of", "encoding"),
-    EVERY_PAIR if os.environ.get("DELTAWIRE_SUITE") == "all" else A_FEW,
+    EVERY_PAIR if ALL else A_FEW,
     ids=lambda value: value if isinstance(value, str) else value.__name__.strip("_"),
 )
 def test_replica_and_trainer_end_equal_through_this_bucket(
@@ -66,13 +70,13 @@ def test_replica_and_trainer_end_equal_through_this_bucket(
         "--store",
         store,
         "--replicas",
-        "2",
+        str(REPLICAS),
     )
     assert run.wait(ENDS_WITHIN_S) == 0, run.logs()
 
     summary = run.summary()
     assert summary["version"] == 3
-    assert [r["digest"] for r in summary["replicas"]] == [summary["digest"]] * 2
+    assert [r["digest"] for r in summary["replicas"]] == [summary["digest"]] * REPLICAS
     assert summary["digest"]
     written = {step["encoding"] for step in summary["steps"]}
     chosen = {"compact", "classes"} if encoding == "auto" else {encoding}
