@@ -1,6 +1,7 @@
 """The whole loop in real processes over each kind of bucket, in each encoding.
 
-A few pairs that meet every bucket and every encoding; all twelve, with two replicas, with DELTAWIRE_SUITE=all.
+A few pairs that meet every bucket and every encoding, with one replica; all twelve, with two, with
+DELTAWIRE_SUITE=all.
 """
 
 import itertools
