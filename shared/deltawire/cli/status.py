@@ -22,7 +22,17 @@ class AnyStatus(BaseModel):
 
 
 _SHOWN = {
-    "trainer": ("run_id", "job", "state", "step", "steps", "version", "waits_for", "store_budget"),
+    "trainer": (
+        "run_id",
+        "job",
+        "state",
+        "step",
+        "steps",
+        "version",
+        "waits_for",
+        "store_budget",
+        "memory",
+    ),
     "inference": (
         "replica_id",
         "engine",
