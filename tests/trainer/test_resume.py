@@ -123,6 +123,22 @@ async def test_training_four_steps_equals_two_and_two_more_in_every_bit(
     assert (resumed.groups.lost, resumed.groups.doubled, resumed.groups.open) == (0, 0, 0)
 
 
+async def test_rollouts_that_a_crash_left_unwritten_are_written_when_the_step_is_made_again(
+    tmp_path: Path, base: Path, open_redis: OpenStreams
+) -> None:
+    await killed_after(tmp_path, base, open_redis, steps=2, checkpoint_every=100)
+    settings = make_settings(tmp_path)
+    rollouts = settings.run_dir / "rollouts"
+    before = (rollouts / "step_000002.jsonl").read_text()
+    (rollouts / "step_000002.jsonl").unlink()
+
+    async with playing(script(settings, open_redis(), tmp_path / "replica2")):
+        job = make_job(base, steps=4, checkpoint_every=100)
+        await train_to_the_end(settings, job, open_redis())
+
+    assert (rollouts / "step_000002.jsonl").read_text() == before
+
+
 async def test_when_groups_of_a_step_are_gone_the_published_head_is_adopted(
     tmp_path: Path, base: Path, open_redis: OpenStreams
 ) -> None:
