@@ -2,7 +2,7 @@
 
     python -m bench learning                   the tiny model: minutes
     python -m bench.learning smollm2           the default model: half an hour
-    python -m bench.learning tiny --out /tmp/x --seeds 2 --ways in_step trl
+    python -m bench.learning tiny --out /tmp/x --seeds 3 4 --ways in_step trl
 
 Writes bench/results/learning*.json and .png after every run, and goes on where it was cut off.
 """
@@ -47,7 +47,7 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("setting", nargs="?", default="tiny", choices=sorted(SETTINGS))
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ways", nargs="+", default=[way.name for way in WAYS])
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--set", nargs="*", default=[], help="overrides for every way")
@@ -55,9 +55,9 @@ def _options() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _runs(ways: list[Way], seeds: int) -> Iterator[tuple[int, Way]]:
+def _runs(ways: list[Way], seeds: list[int]) -> Iterator[tuple[int, Way]]:
     """Seed by seed, so that a cut leaves whole comparisons."""
-    for seed in range(seeds):
+    for seed in seeds:
         for way in ways:
             yield seed, way
 

@@ -3,6 +3,7 @@ over a folder, memory streams and loopback. For models so small that starting pr
 """
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -28,21 +29,21 @@ from deltawire_trainer.settings import TrainerSettings
 from deltawire_trainer.trainer import Trainer
 
 RUN = "r1"
-STREAMS = "memory://learning"
 
 
 async def run(resolved: ResolvedJob, folder: Path) -> TrainerStatus:
     """Train a job to its end. A run that ended badly is told in the status."""
+    streams_uri = f"memory://{uuid.uuid4().hex}"
     settings = TrainerSettings.model_validate(
         {
             "run_id": RUN,
             "store": f"file://{folder}/bucket",
-            "streams": STREAMS,
+            "streams": streams_uri,
             "run_dir": folder / "run",
             "keep_rollouts": False,
         }
     )
-    store, streams = open_store(settings.store), open_trainer_streams(STREAMS, run_id=RUN)
+    store, streams = open_store(settings.store), open_trainer_streams(streams_uri, run_id=RUN)
     trainer = Trainer(
         run_id=RUN,
         job=resolved.spec,
@@ -68,7 +69,7 @@ def _replica(settings: TrainerSettings, environment_url: str) -> Inference:
         {
             "run_id": RUN,
             "store": settings.store,
-            "streams": STREAMS,
+            "streams": settings.streams,
             "environment_url": environment_url,
             "poll_s": 0.05,  # without an address of its own it is told of nothing
             "port": 0,
