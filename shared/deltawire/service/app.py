@@ -47,9 +47,10 @@ def create_service_app(
         return JSONResponse({"ready": not reason, "reason": reason}, 503 if reason else 200)
 
     @app.get(STATUS, tags=["status"])
-    async def show_status() -> JSONResponse:
+    async def show_status() -> Response:
         """Typed state: versions, lags, counters."""
-        return JSONResponse((await status()).model_dump(mode="json"))
+        # Not a JSONResponse, which refuses the NaN of a loss just when people look.
+        return Response((await status()).model_dump_json(), media_type="application/json")
 
     @app.get(METRICS, tags=["status"], response_class=PlainTextResponse)
     async def show_metrics() -> Response:
