@@ -172,7 +172,7 @@ def test_a_header_is_the_golden_string_map() -> None:
     assert ObjectHeader.from_metadata(golden, name="golden") == header
 
 
-@pytest.mark.parametrize("message", [MANIFEST, HEAD, NOTICE])
+@pytest.mark.parametrize("message", [MANIFEST, HEAD, NOTICE, STATUS, SYNC])
 def test_a_field_of_a_newer_version_is_passed_over(message: BaseModel) -> None:
     newer = {**json.loads(message.model_dump_json()), "field_of_next_year": [1]}
 

@@ -1,4 +1,8 @@
-"""The control plane: routes, the notice, statuses and problems."""
+"""The control plane: routes, the notice, statuses and problems.
+
+Statuses and the records in them are open: services of one run may be of different ages, and whoever
+reads a newer one's status passes over what it does not know instead of seeing nothing.
+"""
 
 from typing import Literal
 
@@ -60,7 +64,7 @@ class Problem(WireModel):
 ReplicaState = Literal["joining", "serving", "staging", "applying", "broken", "draining"]
 
 
-class AppliedUpdate(WireModel):
+class AppliedUpdate(OpenWireModel):
     """One version change of a replica. The pause is the time no token could be made."""
 
     version: PolicyVersion
@@ -80,7 +84,7 @@ class AppliedUpdate(WireModel):
     """Tokens of running requests whose KV was computed again (mode keep)."""
 
 
-class ReplicaStatus(WireModel):
+class ReplicaStatus(OpenWireModel):
     """GET /status of an inference replica, and its heartbeat in the registry."""
 
     service: Literal["inference"] = "inference"
@@ -119,7 +123,7 @@ class ReplicaStatus(WireModel):
         return max(0, self.head_version - self.version)
 
 
-class SyncRecord(WireModel):
+class SyncRecord(OpenWireModel):
     """One publish, as the trainer saw it."""
 
     version: PolicyVersion
@@ -141,7 +145,7 @@ class SyncRecord(WireModel):
     """Why this encoding: configured, or what `auto` weighed."""
 
 
-class StepRecord(WireModel):
+class StepRecord(OpenWireModel):
     """One optimizer step. Metrics are those of the job and of the algorithm, by name."""
 
     step: int
@@ -168,7 +172,7 @@ class StepRecord(WireModel):
     finished_at: float = 0.0
 
 
-class GroupCounts(WireModel):
+class GroupCounts(OpenWireModel):
     """Where every ticket went. issued = trained + open + sum(dropped) + lost."""
 
     issued: int = 0
@@ -179,7 +183,7 @@ class GroupCounts(WireModel):
     doubled: int = 0
 
 
-class SetAside(WireModel):
+class SetAside(OpenWireModel):
     """A ticket or group among the dead letters."""
 
     id: str
@@ -189,7 +193,7 @@ class SetAside(WireModel):
 TrainerState = Literal["starting", "waiting", "training", "paused", "finished", "failed"]
 
 
-class TrainingMemory(WireModel):
+class TrainingMemory(OpenWireModel):
     """What the weights under training take, without activations."""
 
     parameters: int
@@ -201,7 +205,7 @@ class TrainingMemory(WireModel):
     """The same if all weights of the base model were trained."""
 
 
-class TrainerStatus(WireModel):
+class TrainerStatus(OpenWireModel):
     """GET /status of the trainer."""
 
     service: Literal["trainer"] = "trainer"
@@ -228,7 +232,7 @@ class TrainerStatus(WireModel):
     memory: TrainingMemory | None = None
 
 
-class EnvironmentStatus(WireModel):
+class EnvironmentStatus(OpenWireModel):
     """GET /status of the environment service."""
 
     service: Literal["environment"] = "environment"
