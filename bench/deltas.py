@@ -1,6 +1,7 @@
 """The deltas that are measured: recorded steps, and synthetic models of any size and density."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,12 +106,14 @@ def recorded_steps(folder: Path) -> Iterator[Step]:
 
 
 def synthetic_step(elements: int, density: float) -> Step:
-    """Normal weights in a Llama's shapes, each change one unit up or down."""
-    block = [(2048, 2048), (512, 2048), (512, 2048), (2048, 2048)]
+    """Normal weights in a Llama's shapes, cut off at `elements` to the nearest row of 2,048; each
+    change one unit up or down."""
+    block: list[tuple[int, ...]] = [(2048, 2048), (512, 2048), (512, 2048), (2048, 2048)]
     block += [(8192, 2048), (8192, 2048), (2048, 8192), (2048,), (2048,)]
-    shapes: list[tuple[int, ...]] = [(32000, 2048)]
-    while sum(int(np.prod(shape)) for shape in shapes) < elements:
+    shapes: list[tuple[int, ...]] = [(min(32000, elements // 2048), 2048)]
+    while _elements(shapes) + _elements(block) <= elements:
         shapes += block
+    shapes.append(((elements - _elements(shapes)) // 2048, 2048))
     layout = Layout(
         TensorSpec(name=f"layer.{k}.weight", shape=list(shape), dtype="BF16")
         for k, shape in enumerate(shapes)
@@ -129,3 +132,7 @@ def synthetic_step(elements: int, density: float) -> Step:
     values = old + rng.choice(np.array([1, -1], np.int16), indices.size).view(np.uint16)
     base = FlatWeights(layout, flat)
     return Step(number=1, base=base, indices=indices, values=values, old=old)
+
+
+def _elements(shapes: list[tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes)

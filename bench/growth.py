@@ -2,10 +2,13 @@
 
 Writes bench/results/growth.json: rows of elements, density, and seconds of each stage on one
 thread, with the seed's detection and a read-only pass beside ours.
+
+    python -m bench.growth [POINT ...]    measures only these points (0, 1, ...) anew
 """
 
 import gc
 import json
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,17 +30,19 @@ POINTS = (
 Row = dict[str, float]
 
 
-def main(results: Path) -> None:
-    """Measure every point and write the file."""
+def main(results: Path, wanted: list[str]) -> None:
+    """Measure the points, each put into the file when it is done."""
     torch.set_num_threads(1)
-    rows = []
-    for elements, density in POINTS:
-        rows.append(_row(synthetic_step(elements, density)))
-        print("  ".join(f"{key} {value:.4g}" for key, value in rows[-1].items()), flush=True)
-        gc.collect()
     results.mkdir(parents=True, exist_ok=True)
-    lines = ",\n".join(json.dumps(row) for row in rows)
-    (results / "growth.json").write_text(f"[\n{lines}\n]\n")
+    file = results / "growth.json"
+    for number in [int(word) for word in wanted] or range(len(POINTS)):
+        row = {"point": number} | _row(synthetic_step(*POINTS[number]))
+        print("  ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
+        old: list[Row] = json.loads(file.read_text()) if file.exists() else []
+        rows = [*(kept for kept in old if kept["point"] != number), row]
+        lines = ",\n".join(json.dumps(r) for r in sorted(rows, key=lambda r: r["point"]))
+        file.write_text(f"[\n{lines}\n]\n")
+        gc.collect()
 
 
 def _row(step: Step) -> Row:
@@ -66,7 +71,7 @@ def _row(step: Step) -> Row:
                 "apply_s": lambda: scatter(live, patches),
                 "seed_diff_s": lambda: seed_method.detect(tensors, seed_method.snapshot(before)),
             },
-            rounds=3,
+            rounds=5,
             before=shadow.rollback,
         )
     counts = {"elements": layout.total_elements, "density": step.density, "bytes": size}
@@ -74,4 +79,4 @@ def _row(step: Step) -> Row:
 
 
 if __name__ == "__main__":
-    main(Path("bench/results"))
+    main(Path("bench/results"), sys.argv[1:])

@@ -1,12 +1,16 @@
 """Peak memory of each stage on top of the weights, ours and the seed's, a process for each.
 
-Writes bench/results/memory.json: extra bytes as a multiple of the dense bf16 model.
+Writes bench/results/memory.json: extra bytes as a multiple of the dense bf16 model, by size.
+
+    python -m bench.memory [ELEMENTS ...]    measures only these sizes anew
 """
 
+import ctypes
 import gc
 import json
 import multiprocessing
 import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,33 +25,43 @@ from deltawire.codec.decode import decode_delta
 from deltawire.codec.diff import Shadow
 from deltawire.codec.encode import encode_delta
 
-ELEMENTS, DENSITY = 500_000_000, 0.005
+SIZES, DENSITY = (135_000_000, 500_000_000, 1_000_000_000), 0.005
 
 
-def main(results: Path) -> None:
-    """Measure every stage and write the file."""
-    context = multiprocessing.get_context("spawn")
-    measured: dict[str, float] = {}
-    for name in STAGES:
-        with context.Pool(1) as pool:
-            measured[name] = round(pool.apply(extra_of, (name,)) / (2 * ELEMENTS), 3)
-        print(f"{name:<45} {measured[name]:.3f} x the dense model", flush=True)
+def main(results: Path, wanted: list[str]) -> None:
+    """Measure every stage at every size, each size put into the file when it is done."""
     results.mkdir(parents=True, exist_ok=True)
-    table = {"elements": ELEMENTS, "density": DENSITY, "extra_over_dense": measured}
-    (results / "memory.json").write_text(json.dumps(table, indent=1) + "\n")
+    file = results / "memory.json"
+    for elements in [int(word) for word in wanted] or SIZES:
+        print(f"{elements:.3g} weights, {DENSITY:.1%} changed; times the dense model")
+        measured = {name: _measured(name, elements) for name in STAGES}
+        table = json.loads(file.read_text()) if file.exists() else {"extra_over_dense": {}}
+        table |= {"density": DENSITY}
+        table["extra_over_dense"][str(elements)] = measured
+        file.write_text(json.dumps(table, indent=1) + "\n")
 
 
-def extra_of(name: str) -> int:
-    """Bytes that a stage adds to the peak of this process, weights and their file in place."""
+def _measured(name: str, elements: int) -> float:
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        extra = pool.apply(extra_of, (name, elements))
+    print(f"  {name:<45} {extra:.3f}", flush=True)
+    return round(extra, 3)
+
+
+def extra_of(name: str, elements: int) -> float:
+    """What a stage adds to the peak of this process, weights and their file in place, in sizes of
+    the dense model."""
     torch.set_num_threads(1)
     small = synthetic_step(40_000_000, DENSITY)
     STAGES[name](small)()  # compiles, and loads what it needs
-    work = STAGES[name](synthetic_step(ELEMENTS, DENSITY))
+    step = synthetic_step(elements, DENSITY)
+    work = STAGES[name](step)
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what the small step left free would be used again, unseen
     before = _resident_bytes()
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     work()
-    return _peak_bytes() - before
+    return (_peak_bytes() - before) / step.base.layout.nbytes
 
 
 def _diff(step: Step) -> Callable[[], object]:
@@ -147,4 +161,4 @@ STAGES: dict[str, Callable[[Step], Callable[[], object]]] = {
 
 
 if __name__ == "__main__":
-    main(Path("bench/results"))
+    main(Path("bench/results"), sys.argv[1:])
