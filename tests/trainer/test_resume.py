@@ -1,6 +1,7 @@
 """A trainer that comes back: same weights, no group twice, none lost, versions without a gap."""
 
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from deltawire.codec.bits import bits_of
+from deltawire.job.spec import TrainSpec
 from deltawire.protocol.control import TrainerStatus
 from deltawire.protocol.errors import StoreError
 from deltawire.protocol.rollouts import Rollout, RolloutGroup, Sequence, Ticket
@@ -16,8 +18,10 @@ from deltawire.protocol.versions import PolicyVersion, VersionSpan
 from deltawire.store.open import open_store
 from deltawire.streams.base import ProducerStreams
 from deltawire.streams.memory import MemoryStreams
+from deltawire_trainer.checkpointing import Checkpointing
 from deltawire_trainer.checkpoints import Checkpoints
 from deltawire_trainer.journal import Dropped, Issued, Journal, RolledBack, Trained
+from deltawire_trainer.learner import Learner
 from deltawire_trainer.optimizer import build_optimizer
 from deltawire_trainer.policy import Policy
 from deltawire_trainer.resume import recover
@@ -154,6 +158,60 @@ async def test_when_groups_of_a_step_are_gone_the_published_head_is_adopted(
     assert resumed.groups.doubled == 0
     (replica,) = resumed.replicas
     assert replica.digest == resumed.digest
+
+
+async def test_of_a_step_that_cannot_be_made_again_no_group_is_trained_on_twice(
+    tmp_path: Path, base: Path, open_redis: OpenStreams
+) -> None:
+    await killed_after(tmp_path, base, open_redis, steps=2, checkpoint_every=100)
+    settings, streams = make_settings(tmp_path), open_redis()
+    gone, *left = await open_redis().read(limit=4, timeout_s=5.0)
+    await streams.ack([gone.entry_id])
+    job = make_job(base, steps=5, max_staleness=4, checkpoint_every=100)
+
+    async with playing(script(settings, streams, tmp_path / "replica2")):
+        resumed = await train_to_the_end(settings, job, streams)
+
+    assert resumed.state == "finished", resumed.reason
+    with Journal(settings.run_dir / "journal.jsonl") as journal:
+        steps = [event for event in journal.events() if isinstance(event, Trained)]
+    used = Counter(group_id for made in steps for group_id in made.groups)
+    assert [made.record.step for made in steps] == [1, 2, 3, 4, 5]
+    assert set(used.values()) == {1}
+    assert {group.group.group_id for group in left} <= set(used)
+    assert resumed.groups.doubled == 0
+    assert (await streams.depth()).groups_pending == 0
+
+
+async def test_a_checkpoint_acks_only_what_it_contains(tmp_path: Path) -> None:
+    """The groups of the next step may be taken before the writing begins."""
+    policy = Policy(tiny_llama())
+    learner = Learner(policy, build_optimizer(policy, TrainSpec()), TrainSpec(), max_tokens=8)
+    intake = _Taken(["e-1"])
+    checkpointing = Checkpointing(
+        Checkpoints(tmp_path / "checkpoints"),
+        learner,
+        intake,  # type: ignore[arg-type]
+        run_id=RUN,
+        every=1,
+    )
+    checkpointing.start_if_due(step=1, version=1)
+    intake.taken.append("e-2")
+    await checkpointing.settled()
+    assert intake.acked == ["e-1"]
+
+
+class _Taken:
+    """An intake whose groups are taken one after the other."""
+
+    def __init__(self, taken: list[str]) -> None:
+        self.taken, self.acked = taken, list[str]()
+
+    def trained_entries(self) -> list[str]:
+        return list(self.taken)
+
+    async def ack_trained(self, entry_ids: list[str]) -> None:
+        self.acked += entry_ids
 
 
 async def test_a_trainer_that_lost_its_disk_takes_the_run_over(

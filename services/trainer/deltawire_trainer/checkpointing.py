@@ -30,7 +30,11 @@ class Checkpointing:
     def start_if_due(self, *, step: int, version: int) -> None:
         """Begin one every so many steps."""
         if step % self._every == 0 and (self.task is None or self.task.done()):
-            self.task = asyncio.create_task(self.write(step=step, version=version))
+            # Asked now: when the task first runs, the next step may have taken its groups already.
+            contained = self._intake.trained_entries()
+            self.task = asyncio.create_task(
+                self._write(step=step, version=version, contained=contained)
+            )
 
     async def settled(self) -> None:
         """Return when none is being written. Raises StoreError when the last one failed."""
@@ -40,9 +44,11 @@ class Checkpointing:
 
     async def write(self, *, step: int, version: int) -> None:
         """Write one now, then ack what it contains."""
+        await self._write(step=step, version=version, contained=self._intake.trained_entries())
+
+    async def _write(self, *, step: int, version: int, contained: list[str]) -> None:
         if step == self._written:
             return
-        contained = self._intake.trained_entries()
         started = time.perf_counter()
         await asyncio.to_thread(
             self._checkpoints.write,

@@ -212,6 +212,14 @@ class Intake:
         ]
         return self._take(found)
 
+    def settle(self, group_ids: Iterable[str]) -> None:
+        """Those of these groups that are here were trained on by an earlier process: they wait for
+        a checkpoint only."""
+        for group_id in group_ids:
+            delivered = self._held.pop(group_id, None)
+            if delivered is not None:
+                self._to_ack[delivered.entry_id] = None
+
     def trained_entries(self) -> list[str]:
         """Entries of every group taken so far and not yet acked."""
         return list(self._to_ack)

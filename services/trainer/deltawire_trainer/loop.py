@@ -311,14 +311,15 @@ class TrainingLoop:
             if not groups:
                 break
             await self._make_again(made, groups)
-        if recovered.steps and self.step < max(recovered.steps):
+        given_up = bool(recovered.steps) and self.step < max(recovered.steps)
+        if given_up:
             await self._give_up_redo()
         self.history = recovered.history(self.step)
-        if run.took_over:
+        if run.took_over or given_up:
             await self._checkpointing.write(step=self.step, version=self.version)
-        elif recovered.steps:
+        if recovered.steps:
             await self._publish_what_differs()
-        else:
+        elif not run.took_over:
             await self._open_evaluation(self.version)
 
     async def _publish_what_differs(self) -> None:
@@ -351,6 +352,7 @@ class TrainingLoop:
             await self._compute(adopt_head, run.publisher, run.policy)
             for step in range(self.step + 1, published + 1):
                 self.ledger.train(steps[step].groups, step=step)
+                self.feeder.intake.settle(steps[step].groups)
             self.step = published
         run.journal.append(RolledBack(step=self.step))
         log.warning("steps rolled back", extra={"to": self.step})
