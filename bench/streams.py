@@ -18,6 +18,7 @@ import resource
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from redis.asyncio import Redis
@@ -56,86 +57,98 @@ def make_group(length: int, seed: int) -> RolloutGroup:
     return RolloutGroup(group_id="g", task=Task(seed=seed), rollouts=rollouts)
 
 
-async def measure(url: str, length: int, seconds: float) -> dict[str, Any]:
-    """One length, for about `seconds`."""
-    groups = [make_group(length, seed) for seed in range(4)]
-    run_id = f"bench{length}"
-    sides = [RedisStreams(redis_client(url), run_id=run_id) for _ in range(2)]
-    producer_side, trainer_side = sides
-    room = asyncio.Semaphore(IN_FLIGHT)
-    stop = asyncio.Event()
-    finished_at: dict[str, float] = {}
-    latencies_s: list[float] = []
-    trained = 0
+class Traffic:
+    """A run's streams without a run: tickets go out, groups of one length come home."""
 
-    async def issue() -> None:
+    def __init__(self, url: str, length: int) -> None:
+        self.groups = [make_group(length, seed) for seed in range(4)]
+        self.trained = 0
+        self.latencies_s: list[float] = []
+        """From the end of `finish` to the trainer's hands."""
+        self._producing, self._training = (
+            RedisStreams(redis_client(url), run_id=f"bench{length}") for _ in range(2)
+        )
+        self._room = asyncio.Semaphore(IN_FLIGHT)
+        self._stop = asyncio.Event()
+        self._finished_at: dict[str, float] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """One trainer and its producers set to work."""
+        work = [self._issue(), self._train(), *(self._produce(f"p{n}") for n in range(PRODUCERS))]
+        self._tasks = [asyncio.create_task(one) for one in work]
+
+    async def stop(self) -> None:
+        """Let everybody finish what is in hand."""
+        self._stop.set()
+        self._room.release()
+        await asyncio.gather(*self._tasks)
+        for side in (self._producing, self._training):
+            await side.close()
+
+    async def _issue(self) -> None:
         numbers = itertools.count()
         while True:
-            await room.acquire()
+            await self._room.acquire()
             taken = 1
-            while not room.locked():
-                await room.acquire()
+            while not self._room.locked():
+                await self._room.acquire()
                 taken += 1
-            if stop.is_set():
+            if self._stop.is_set():
                 return
-            await trainer_side.issue(
+            await self._training.issue(
                 [
                     Ticket(ticket_id=f"t{n}", task=Task(seed=n), group_size=GROUP_SIZE)
                     for n in itertools.islice(numbers, taken)
                 ]
             )
 
-    async def produce(name: str) -> None:
-        while not stop.is_set():
-            lease = await producer_side.claim(name, timeout_s=0.5)
+    async def _produce(self, name: str) -> None:
+        while not self._stop.is_set():
+            lease = await self._producing.claim(name, timeout_s=0.5)
             if lease is not None:
-                ticket_id = lease.ticket.ticket_id
-                group = groups[lease.ticket.task.seed % len(groups)]
-                await producer_side.finish(lease, group.model_copy(update={"group_id": ticket_id}))
-                finished_at[ticket_id] = time.monotonic()
+                ticket = lease.ticket
+                group = self.groups[ticket.task.seed % len(self.groups)]
+                named = group.model_copy(update={"group_id": ticket.ticket_id})
+                await self._producing.finish(lease, named)
+                self._finished_at[ticket.ticket_id] = time.monotonic()
 
-    async def train() -> None:
-        nonlocal trained
-        while not stop.is_set():
-            delivered = await trainer_side.read(limit=8, timeout_s=0.5)
+    async def _train(self) -> None:
+        while not self._stop.is_set():
+            delivered = await self._training.read(limit=8, timeout_s=0.5)
             now = time.monotonic()
-            latencies_s.extend(
-                now - finished_at[d.group.group_id]
-                for d in delivered
-                if d.group.group_id in finished_at
-            )
-            await trainer_side.ack([d.entry_id for d in delivered])
-            trained += len(delivered)
+            finished = (self._finished_at.pop(d.group.group_id, None) for d in delivered)
+            self.latencies_s += [now - at for at in finished if at is not None]
+            await self._training.ack([d.entry_id for d in delivered])
+            self.trained += len(delivered)
             for _ in delivered:
-                room.release()
+                self._room.release()
 
-    admin = Redis.from_url(url)
-    before = await _spent(admin)
-    began_at = time.monotonic()
-    tasks = [asyncio.create_task(work) for work in (issue(), train())]
-    tasks += [asyncio.create_task(produce(f"p{n}")) for n in range(PRODUCERS)]
-    await asyncio.sleep(seconds)
-    wall_s = time.monotonic() - began_at
-    done, after = trained, await _spent(admin)
-    stop.set()
-    room.release()
-    await asyncio.gather(*tasks)
-    memory = await admin.info("memory")
-    await admin.flushall()
-    for side in sides:
-        await side.close()
-    await admin.aclose()
+
+async def measure(url: str, length: int, seconds: float) -> dict[str, Any]:
+    """One length, for about `seconds`."""
+    traffic = Traffic(url, length)
+    async with Redis.from_url(url) as admin:
+        before = await _spent(admin)
+        began_at = time.monotonic()
+        traffic.start()
+        await asyncio.sleep(seconds)
+        wall_s = time.monotonic() - began_at
+        done, after = traffic.trained, await _spent(admin)
+        await traffic.stop()
+        memory = await admin.info("memory")
+        await admin.flushall()
     ours_s, redis_s = (after[i] - before[i] for i in range(2))
     return {
         "tokens_per_rollout": length,
-        "record_bytes": len(encode_group(groups[0])),
+        "record_bytes": len(encode_group(traffic.groups[0])),
         "groups_per_minute": round(done / wall_s * 60),
         "tokens_per_s": round(done * GROUP_SIZE * length / wall_s),
         "our_cores": round(ours_s / wall_s, 3),
         "redis_cores": round(redis_s / wall_s, 3),
         "our_cpu_ms_per_group": round(ours_s / done * 1e3, 2),
         "our_cores_at_10000_groups_per_minute": round(ours_s / done * 10_000 / 60, 3),
-        "finish_to_read_ms_median": round(sorted(latencies_s)[len(latencies_s) // 2] * 1e3, 1),
+        "finish_to_read_ms_median": round(median(traffic.latencies_s) * 1e3, 1),
         "redis_peak_bytes": memory["used_memory_peak"],
     }
 
