@@ -84,6 +84,50 @@ def test_a_fault_is_named_with_its_line_and_the_exit_code_is_one(
     assert said in result.output.replace("\n", " ")
 
 
+QUESTIONS = (
+    "from deltawire.job import Env, Job\n"
+    "rows = [{{'prompt': str(n), 'answer': '4', 'split': {split!r}}} for n in range(12)]\n"
+    "job = Job(name='q', env=Env(dataset=rows, answer='answer'), "
+    "eval={{'every': 1, 'episodes': 20}})\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("split", "said"),
+    [
+        ("train", ["12 in train, 0 in eval", "no task is in split 'eval'"]),
+        ("eval", ["12 in eval", "eval.episodes=20, but 12 tasks"]),
+    ],
+)
+def test_the_tasks_are_counted_and_an_evaluation_without_any_is_noted(
+    tmp_path: Path, split: str, said: list[str]
+) -> None:
+    path = tmp_path / "q.py"
+    path.write_text(QUESTIONS.format(split=split))
+    details = [f"{f.subject}: {f.detail}" for f in check_job(path).findings]
+    for phrase in said:
+        assert any(phrase in detail for detail in details), details
+
+
+@pytest.mark.parametrize(
+    ("source", "verdict", "said"),
+    [
+        ("./no/such/folder", "fault", "no folder ./no/such/folder"),
+        ("some/model", "note", "the run will look for it on the Hub"),
+    ],
+)
+def test_a_model_that_is_not_here_is_told(source: str, verdict: str, said: str) -> None:
+    findings = check_job(ROOT / "jobs/guess.py", [f"model.source={source}"]).findings
+    (found,) = [finding for finding in findings if finding.subject == "model"]
+    assert found.verdict == verdict
+    assert said in found.detail
+
+
+def test_a_folder_in_the_place_of_a_job_says_which_file_to_name() -> None:
+    (found,) = check_job(ROOT / "jobs").findings
+    assert "is a folder; name a job file in it, such as " in found.detail
+
+
 def test_the_starter_checks_out_and_its_test_passes(tmp_path: Path) -> None:
     result = runner("new", "my_sums", "--folder", str(tmp_path))
     assert result.exit_code == 0

@@ -14,7 +14,7 @@ from deltawire.job.transcript import Message
 
 def find_chat_template(source: str) -> str | None:
     """The template in a model folder, our cache or the Hub's; None when it is not here."""
-    for folder in _folders(source):
+    for folder in model_folders(source):
         plain = folder / "chat_template.jinja"
         if plain.is_file():
             return plain.read_text(encoding="utf-8")
@@ -26,13 +26,19 @@ def find_chat_template(source: str) -> str | None:
     return None
 
 
-def _folders(source: str) -> list[Path]:
+def model_folders(source: str) -> list[Path]:
+    """Where the model's files are on this machine; nowhere when it must be fetched."""
     home = Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser()
     snapshots = home / "hub" / f"models--{source.replace('/', '--')}" / "snapshots"
     cached = sorted(snapshots.iterdir()) if snapshots.is_dir() else []
     ours = Path(os.environ.get("DELTAWIRE_CACHE", "~/.cache/deltawire")).expanduser()
     unpacked = ours / f"{source.rpartition('/')[2].lower()}-bf16"
     return [f for f in (Path(source).expanduser(), unpacked, *cached) if f.is_dir()]
+
+
+def is_folder_name(source: str) -> bool:
+    """Whether a model's source can only be meant as a folder: no Hub id looks like it."""
+    return source.startswith(("/", "./", "../", "~")) or source.count("/") > 1
 
 
 def template_problem(template: str, messages: Sequence[Message]) -> str:

@@ -6,7 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from deltawire.job.chat_template import find_chat_template, role_problem, template_problem
+from deltawire.job.chat_template import (
+    find_chat_template,
+    is_folder_name,
+    model_folders,
+    role_problem,
+    template_problem,
+)
 from deltawire.job.estimate import TYPICAL_DENSITY, estimate, readable_bytes
 from deltawire.job.fault import describe
 from deltawire.job.load import load_job
@@ -55,6 +61,8 @@ def check_job(path: Path, overrides: Sequence[str] = ()) -> CheckReport:
     spec = resolved.spec
     report.add("ok", "job", f"{spec.name}: {spec.env.name} with {spec.model.source}")
     report.settings = _settings(resolved)
+    _judge_model(spec, report)
+    _judge_tasks(resolved, report)
     rehearsal = _rehearse(resolved, report)
     if rehearsal is not None:
         _judge_rewards(resolved, rehearsal, report)
@@ -75,6 +83,44 @@ def _settings(resolved: ResolvedJob) -> list[tuple[str, object, str]]:
         ]
         rows.append((name, value, next((p for p in reversed(parts) if p != "default"), "default")))
     return sorted(rows, key=lambda row: row[2] == "default")
+
+
+def _judge_model(spec: JobSpec, report: CheckReport) -> None:
+    source = spec.model.source
+    if model_folders(source):
+        return
+    if is_folder_name(source):
+        report.add("fault", "model", f"no folder {source}; model.source is a folder or a Hub id")
+    else:
+        report.add("note", "model", f"{source} is not here: the run will look for it on the Hub")
+
+
+def _judge_tasks(resolved: ResolvedJob, report: CheckReport) -> None:
+    """How many tasks there are to train on and to evaluate with, where the world can count."""
+    world, evaluation = resolved.world, resolved.spec.eval
+    splits = [*world.splits(), *([evaluation.split] if evaluation else [])]
+    counts = {split: world.task_count(split) for split in splits}
+    known = {split: count for split, count in counts.items() if count is not None}
+    if not known:
+        return
+    told = ", ".join(f"{count:,} in {split}" for split, count in known.items())
+    report.add("ok", "tasks", told)
+    if evaluation is None:
+        return
+    held_out = known.get(evaluation.split, 0)
+    if not held_out:
+        report.add(
+            "note",
+            "eval",
+            f"no task is in split {evaluation.split!r}, so evaluation would play what is trained "
+            "on; give rows a column `split`, or more rows: one in ten is held out",
+        )
+    elif held_out < evaluation.episodes:
+        report.add(
+            "note",
+            "eval",
+            f"eval.episodes={evaluation.episodes}, but {held_out} tasks: some are played again",
+        )
 
 
 def _rehearse(resolved: ResolvedJob, report: CheckReport) -> Rehearsal | None:
@@ -139,7 +185,7 @@ def _judge_template(spec: JobSpec, rehearsal: Rehearsal, report: CheckReport) ->
     template = find_chat_template(spec.model.source)
     problem = role_problem(messages) if template is None else template_problem(template, messages)
     if template is None:
-        report.add("note", "chat template", "the model is not on this machine: only roles checked")
+        report.add("note", "chat template", "none on this machine: only roles checked")
     if problem:
         report.add("fault" if template else "note", "chat template", problem)
     elif template is not None:

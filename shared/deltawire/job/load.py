@@ -19,6 +19,10 @@ def load_job(path: Path) -> Job:
     Raises JobError in one sentence: no such file, an error with its line, or no job in it.
     """
     path = path.expanduser().resolve()
+    if path.is_dir():
+        files = sorted(file.name for file in path.glob("*.py"))
+        such = f", such as {files[0]}" if files else ""
+        raise JobError(f"{path} is a folder; name a job file in it{such}")
     if not path.is_file():
         raise JobError(f"no job file {path}; `deltawire new NAME` writes one")
     module = _run(path)
