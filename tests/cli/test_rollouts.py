@@ -1,7 +1,9 @@
 """`deltawire rollouts`: from a run folder, newest first, and one in full."""
 
 import asyncio
+import io
 import json
+import re
 
 import pytest
 import uvicorn
@@ -10,7 +12,7 @@ from pydantic import SecretStr
 from rich.console import Console
 
 from deltawire.cli.dropped import show_dropped
-from deltawire.cli.rollouts import show_rollouts, whole
+from deltawire.cli.rollouts import overview, show_rollouts, whole
 from deltawire.protocol.errors import RemoteError, SettingsError
 from deltawire.protocol.rollouts import Rollout, RolloutGroup, Sequence, Task
 from deltawire.protocol.versions import VersionSpan
@@ -27,15 +29,19 @@ def group(step: int, *, status: str = "ok") -> RolloutGroup:
     )
     rollouts = [
         Rollout(
-            rollout_id=f"g{step}/{n}",
+            rollout_id=f"r1-g{step}/{n}",
             status=status,
+            reason="picky: ValueError: no" if status == "error" else "",
+            reward_parts={"near": 0.5},
             sequences=[sequence],
             reward=float(n),
             info={"word": "crane"},
         )
         for n in range(2)
     ]
-    return RolloutGroup(group_id=f"g{step}", task=Task(seed=step), rollouts=rollouts)
+    return RolloutGroup(
+        group_id=f"r1-g{step}", run_id="r1", task=Task(seed=step), rollouts=rollouts
+    )
 
 
 @pytest.fixture
@@ -56,12 +62,15 @@ def shown(capsys, source: str, **options) -> list[dict]:
 
 def test_the_newest_step_comes_first(run_folder, capsys):
     rows = shown(capsys, run_folder)
-    assert [row["rollout_id"] for row in rows] == ["g2/0", "g2/1", "g1/0", "g1/1"]
+    assert [row["rollout_id"] for row in rows] == ["r1-g2/0", "r1-g2/1", "r1-g1/0", "r1-g1/1"]
     assert rows[0] | {"info": 0} == {
-        "rollout_id": "g2/0",
+        "rollout_id": "r1-g2/0",
+        "run_id": "r1",
         "step": 2,
-        "reward": 0.0,
+        "reward": None,
+        "reward_parts": {"near": 0.5},
         "status": "error",
+        "reason": "picky: ValueError: no",
         "tokens": 2,
         "oldest_version": 2,
         "newest_version": 2,
@@ -71,16 +80,43 @@ def test_the_newest_step_comes_first(run_folder, capsys):
 
 def test_a_status_and_a_limit_choose(run_folder, capsys):
     assert [row["rollout_id"] for row in shown(capsys, run_folder, status="ok", limit=1)] == [
-        "g1/0"
+        "r1-g1/0"
     ]
 
 
 def test_one_rollout_is_read_in_full(run_folder, capsys):
-    show_rollouts(run_folder, show="g1/1", limit=1, status="", as_json=False)
+    show_rollouts(run_folder, show="r1-g1/1", limit=1, status="", as_json=False)
     text = capsys.readouterr().out
-    assert "g1/1" in text
+    assert "r1-g1/1" in text
     assert "v1: 1..3" in text
     assert "1011 12" in text.replace("\n", ""), "what was read, then what was sampled"
+
+
+def test_an_error_has_a_reason_where_others_have_a_reward(run_folder, capsys):
+    show_rollouts(run_folder, show="g2/1", limit=1, status="", as_json=False)
+    text = capsys.readouterr().out
+    assert "reward -  error  picky: ValueError: no" in text
+    assert "near=0.5" in text
+    assert shown(capsys, run_folder, show="g2/1")["reward"] is None
+
+
+def test_eighty_columns_hold_short_ids_that_show_takes(run_folder, capsys):
+    rows = shown(capsys, run_folder)
+    narrow = drawn(rows, width=80)
+    ids = [cells[0] for cells in narrow[1:] if cells[0]]
+    assert ids == [row["rollout_id"].removeprefix("r1-") for row in rows]
+    assert narrow[1][2] == "-", "an error has no reward"
+    assert narrow[1][6].startswith("picky:")
+    assert "parts" not in narrow[0]
+    assert "near=0.5" in drawn(rows, width=140)[1]
+
+
+def drawn(rows: list[dict], *, width: int) -> list[list[str]]:
+    """The cells of each line, without the frame."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(overview(rows, width=width))
+    lines = [line for line in console.file.getvalue().splitlines() if line[0] in "│┃"]
+    return [[cell.strip() for cell in re.split("[│┃]", line)[1:-1]] for line in lines]
 
 
 def test_a_rollout_that_is_not_there_is_one_sentence(run_folder):
@@ -127,7 +163,7 @@ async def test_a_running_trainer_is_asked_with_the_token(capsys, monkeypatch):
         await serving
         listener.close()
     assert rows == [summary]
-    assert one["rollout_id"] == "g3/1"
+    assert one["rollout_id"] == "r1-g3/1"
 
 
 def test_text_from_a_rollout_is_never_markup(run_folder):

@@ -8,11 +8,12 @@ from rich.console import Console
 
 from deltawire.cli.live import LiveView, render, sparkline
 from deltawire.cli.observation import Observation
-from deltawire.cli.plain import PlainView
+from deltawire.cli.plain import NOTHING_TO_LEARN, QUIET_S, PlainView
 from deltawire.cli.report import print_report
 from deltawire.cli.summary import RunSummary, draw_reward, summarise, write_summary
 from deltawire.protocol.control import (
     AppliedUpdate,
+    EvalRecord,
     GroupCounts,
     ReplicaStatus,
     StepRecord,
@@ -80,6 +81,8 @@ def _trainer(steps: int, *, state: str = "training", lost: int = 0) -> TrainerSt
             "groups": GroupCounts(issued=17, trained=16, dropped={"stale": 1}, lost=lost),
             "history": [_step(n) for n in range(1, steps + 1)],
             "waits_for": "rollouts",
+            "rollouts_held": 8,
+            "rollouts_per_step": 32,
         }
     )
 
@@ -143,6 +146,88 @@ def test_a_sync_line_waits_for_the_pause_but_not_for_ever() -> None:
     assert "not yet known" in out.getvalue()
 
 
+def _with(seen: Observation, **changed: object) -> Observation:
+    assert seen.trainer is not None
+    seen.trainer = seen.trainer.model_copy(update=changed)
+    return seen
+
+
+def _eval(version: int, *, finished: int = 8, reward: float | None = 0.021) -> EvalRecord:
+    return EvalRecord(
+        version=PolicyVersion(version),
+        step=version,
+        reward=reward,
+        episodes=finished,
+        finished=finished,
+        expected=8,
+    )
+
+
+def test_an_evaluation_is_printed_once_and_an_unfinished_one_says_so() -> None:
+    out = io.StringIO()
+    view = PlainView(out)
+    view.show(_with(_seen(1, 0), evals=[_eval(1)]))
+    view.show(_with(_seen(2, 0), evals=[_eval(1), _eval(2, finished=5)]), last=True)
+    lines = [line for line in out.getvalue().splitlines() if line.startswith("eval")]
+    assert lines == [
+        "eval v1 reward 0.021 (8 of 8)",
+        "eval of version 2 not finished: 5 of 8, reward 0.021",
+    ]
+
+
+def test_an_evaluation_in_which_every_reward_failed_says_why() -> None:
+    failed = _eval(1, reward=None).model_copy(
+        update={"episodes": 0, "error_reason": "picky: ValueError: no"}
+    )
+    out = io.StringIO()
+    PlainView(out).show(_with(_seen(1, 0), evals=[failed]))
+    said = "eval v1 without a reward (0 of 8)  errors=8 (picky: ValueError: no)"
+    assert said in out.getvalue()
+
+
+def test_errors_stand_in_the_line_of_their_step() -> None:
+    failed = _step(1).model_copy(update={"errors": 5, "error_reason": "picky: ValueError: [x]"})
+    out = io.StringIO()
+    PlainView(out).show(_with(_seen(1, 0), history=[failed]))
+    assert out.getvalue().splitlines()[0].endswith("errors=5 (picky: ValueError: [x])")
+
+
+def test_a_step_that_teaches_nothing_is_warned_of_once() -> None:
+    out = io.StringIO()
+    silent = [_step(n).model_copy(update={"groups_with_signal": 0}) for n in (1, 2)]
+    view = PlainView(out)
+    view.show(_with(_seen(2, 0), history=silent[:1]))
+    view.show(_with(_seen(2, 0), history=silent))
+    assert out.getvalue().count(NOTHING_TO_LEARN) == 1
+
+
+def test_who_waits_for_whom_is_said_after_silence_and_only_then() -> None:
+    now, out = [0.0], io.StringIO()
+    view = PlainView(out, clock=lambda: now[0])
+    seen = _with(_seen(0, 0), errors_total=3, error_reason="picky: ValueError: no")
+    view.show(seen)
+    assert out.getvalue() == ""
+    now[0] = QUIET_S
+    view.show(seen)
+    view.show(seen)
+    assert out.getvalue() == (
+        "step 1: 8 of 32 rollouts, waiting for inference-0 (0 episodes running); "
+        "3 rollouts left out: picky: ValueError: no; groups dropped: 1 stale\n"
+    )
+
+
+def test_a_replica_that_does_not_serve_yet_and_a_missing_one_are_named() -> None:
+    seen = _with(_seen(0, 0), groups=GroupCounts())
+    joining = _replica(0).model_copy(update={"state": "joining"})
+    seen.replicas["inference-0"] = joining
+    assert seen.waiting().endswith("waiting for inference-0 (joining)")
+    seen.replicas.clear()
+    assert seen.waiting().endswith("waiting for a replica")
+    assert "first answer" in Observation(show=[]).waiting()
+    after = _with(_seen(4, 0), waits_for="evaluation of version 4", groups=GroupCounts())
+    assert after.waiting().startswith("after the last step: waiting for evaluation of version 4")
+
+
 def test_the_first_load_is_no_pause() -> None:
     assert _seen(2, 0, 1).pauses_ms() == {1: [4.0]}
 
@@ -162,7 +247,8 @@ def test_the_panel_shows_what_the_reader_looks_for() -> None:
         "1.000 % of the bf16",
         "538x smaller",
         "4.5 ms",
-        "trainer waits for rollouts",
+        "step 4: 8 of 32 rollouts, waiting for inference-0 (0 episodes running)",
+        "groups dropped: 1 stale",
     ):
         assert phrase in text, phrase
 
@@ -198,6 +284,36 @@ def test_the_summary_joins_steps_with_pauses(tmp_path: Path) -> None:
     assert data["steps"][3]["delta_bytes"] == 500_000
     assert data["groups"]["dropped"] == {"stale": 1}
     assert RunSummary.model_validate(data) == _summary()
+
+
+def test_evaluations_errors_and_silent_steps_are_in_the_summary_and_the_table() -> None:
+    history = [
+        _step(1).model_copy(update={"errors": 2, "error_reason": "picky: ValueError: [no]"}),
+        _step(2).model_copy(update={"groups_with_signal": 0}),
+    ]
+    trainer = _trainer(2, state="finished").model_copy(
+        update={
+            "history": history,
+            "evals": [_eval(0), _eval(1), _eval(2, finished=5)],
+            "errors_total": 2,
+            "error_reason": "picky: ValueError: [no]",
+        }
+    )
+    summary = summarise(
+        trainer, [_replica(0, 2)], pauses={}, show=[], seconds=1.0, restarts={}, paths={}
+    )
+    data = summary.model_dump(mode="json")
+    assert [row["reward"] for row in data["evals"]] == [0.021] * 3
+    assert (data["steps"][0]["errors"], data["errors"]) == (2, 2)
+    assert data["error_reason"] == data["steps"][0]["error_reason"]
+    console = Console(file=io.StringIO(), width=200)
+    print_report(summary, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "eval v0 reward 0.021 (8 of 8)" in text
+    assert "eval v1" not in text
+    assert "eval of version 2 not finished: 5 of 8" in text
+    assert "2 rollouts left out: picky: ValueError: [no]" in text
+    assert f"in 1 of 2 steps {NOTHING_TO_LEARN}" in text
 
 
 def test_the_exit_code_tells_whether_the_promises_held() -> None:

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from deltawire.cli.observation import Observation
-from deltawire.cli.plain import mib
+from deltawire.cli.plain import NOTHING_TO_LEARN, eval_line, mib, teaches_nothing
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 60
@@ -70,7 +70,7 @@ def render(seen: Observation) -> Group:
     left = "" if left_s is None else f"  about {left_s / 60:.1f} min left"
     table.add_row("step", f"{trainer.step} of {trainer.steps}  ({trainer.state}){left}")
     for name, value in _rows(seen):
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     bar = ProgressBar(total=trainer.steps, completed=trainer.step, width=_WIDTH)
     return Group(bar, table)
 
@@ -88,6 +88,8 @@ def _rows(seen: Observation) -> list[tuple[str, str]]:
             for name in seen.show
             if name in last.metrics
         ]
+        if seen.evals:
+            rows.append(("evaluation", eval_line(seen.evals[-1])))
         rows.append(("staleness", f"{last.staleness:.2f} mean, {last.staleness_max} most"))
         rows.append(("tokens", f"{seen.tokens_per_s():.0f} /s trained"))
     rows.append(("version", _versions(seen)))
@@ -102,7 +104,18 @@ def _rows(seen: Observation) -> list[tuple[str, str]]:
     pause = seen.pause_ms_mean()
     if pause is not None:
         rows.append(("pause", f"{pause:.1f} ms mean over {len(seen.updates)} swaps"))
-    rows.append(("waiting", seen.waits()))
+    rows += _troubles(seen)
+    rows.append(("waiting", seen.waiting()))
+    return rows
+
+
+def _troubles(seen: Observation) -> list[tuple[str, str]]:
+    rows = []
+    if seen.trainer is not None and seen.trainer.errors_total:
+        errors = f"{seen.trainer.errors_total} rollouts left out: {seen.trainer.error_reason}"
+        rows.append(("errors", errors))
+    if any(teaches_nothing(step) for step in seen.history):
+        rows.append(("warning", NOTHING_TO_LEARN))
     return rows
 
 

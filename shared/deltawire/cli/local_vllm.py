@@ -1,5 +1,6 @@
 """Which vLLM a run on this machine serves through."""
 
+import shlex
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,15 +19,21 @@ def vllm_environment(folder: Path, environ: Mapping[str, str]) -> dict[str, str]
     half a minute, and the machine is the trainer's too.
 
     Raises:
-        SettingsError: There is no vLLM at all.
+        SettingsError: There is no vLLM at all, or not the one that is named.
     """
-    if environ.get(_COMMAND) or shutil.which("vllm", path=environ.get("PATH", "")):
+    path = environ.get("PATH", "")
+    if named := environ.get(_COMMAND):
+        if shutil.which(shlex.split(named)[0], path=path) is None:
+            raise SettingsError(f"--engine vllm: {_COMMAND} names {named!r}, which is no program")
+        return {}
+    if shutil.which("vllm", path=path):
         return {}
     command = folder.absolute() / CPU_BUILD
     if not command.exists():
         raise SettingsError(
-            f"no vLLM here: expected {_COMMAND}, vllm on the PATH, or {CPU_BUILD}, "
-            "which `make test-vllm` builds for machines without a GPU"
+            "--engine vllm: no vLLM here; install it so that `vllm` is on the PATH, name its "
+            f"command in {_COMMAND}, or let `make test-vllm` build {CPU_BUILD} for machines "
+            "without a GPU. --engine torch needs none of it"
         )
     defaults = {
         _ARGUMENTS: "--enforce-eager",

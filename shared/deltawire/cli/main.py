@@ -59,13 +59,18 @@ def run(
 
 @app.command()
 def status(
-    urls: Annotated[list[str], typer.Argument(help="Service URLs; token in DELTAWIRE_TOKEN.")],
+    urls: Annotated[
+        list[str] | None,
+        typer.Argument(help="Service URLs, token in DELTAWIRE_TOKEN; else those of a run here."),
+    ] = None,
+    run_id: Annotated[str, typer.Option("--run", help="Which run of this machine.")] = "latest",
+    runs: Annotated[Path, typer.Option(help="Where run folders are.")] = Path("runs"),
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Show what services say of themselves."""
+    """Show what services say of themselves: those of the newest run here, unless told."""
     from deltawire.cli.status import show_status
 
-    raise typer.Exit(show_status(urls, as_json=as_json))
+    raise typer.Exit(show_status(urls or [], runs=runs, run=run_id, as_json=as_json))
 
 
 app.command()(worker)

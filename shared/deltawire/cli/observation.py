@@ -6,6 +6,7 @@ from deltawire.cli.summary import mean, swaps
 from deltawire.protocol.control import (
     AppliedUpdate,
     EnvironmentStatus,
+    EvalRecord,
     ReplicaStatus,
     StepRecord,
     TrainerStatus,
@@ -43,6 +44,11 @@ class Observation:
         """Steps so far."""
         return self.trainer.history if self.trainer else []
 
+    @property
+    def evals(self) -> list[EvalRecord]:
+        """Evaluations so far, oldest version first."""
+        return self.trainer.evals if self.trainer else []
+
     def tokens_per_s(self) -> float:
         """Tokens trained on per second, over the last steps."""
         recent = self.history[-_RECENT:]
@@ -63,14 +69,39 @@ class Observation:
         """Mean pause over all swaps of the run."""
         return mean([update.pause_ms for update in self.updates.values()])
 
-    def waits(self) -> str:
-        """Who waits for whom, in one line."""
-        parts = []
-        if self.trainer and self.trainer.waits_for:
-            parts.append(f"trainer waits for {self.trainer.waits_for}")
-        parts += [
-            f"{name} waits for {status.waits_for}"
-            for name, status in sorted(self.replicas.items())
-            if status.waits_for
-        ]
-        return "; ".join(parts) or "nobody waits"
+    def waiting(self) -> str:
+        """Who waits for whom: `step 1: 8 of 32 rollouts, waiting for inference-0 (...)`."""
+        trainer = self.trainer
+        if trainer is None:
+            return "waiting for the trainer's first answer"
+        step = f"step {trainer.step + 1}" if trainer.step < trainer.steps else "after the last step"
+        if trainer.waits_for == "rollouts":
+            held = f"{trainer.rollouts_held} of {trainer.rollouts_per_step} rollouts"
+            said = f"{step}: {held}, waiting for {self._producers()}"
+        elif trainer.waits_for:
+            said = f"{step}: waiting for {trainer.waits_for}; {self._producers()}"
+        else:
+            said = f"{step}: {trainer.state}"
+        return "; ".join([said, *_left_out(trainer)])
+
+    def _producers(self) -> str:
+        found = [_doing(name, status) for name, status in sorted(self.replicas.items())]
+        return ", ".join(found) or "a replica"
+
+
+def _doing(name: str, status: ReplicaStatus) -> str:
+    if status.state != "serving":
+        return f"{name} ({status.state})"
+    waits = f", waits for {status.waits_for}" if status.waits_for else ""
+    return f"{name} ({status.episodes_running} episodes running{waits})"
+
+
+def _left_out(trainer: TrainerStatus) -> list[str]:
+    """Why rollouts that were made do not count, where some do not."""
+    said = []
+    if trainer.errors_total:
+        said.append(f"{trainer.errors_total} rollouts left out: {trainer.error_reason}")
+    if trainer.groups.dropped:
+        dropped = ", ".join(f"{n} {why}" for why, n in sorted(trainer.groups.dropped.items()))
+        said.append(f"groups dropped: {dropped}")
+    return said

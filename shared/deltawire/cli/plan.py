@@ -8,16 +8,21 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
 from deltawire.cli.children import Child
 from deltawire.cli.local_vllm import vllm_environment
 from deltawire.job.spec import JobSpec
-from deltawire.protocol.errors import SettingsError
+from deltawire.job.suggestion import unknown
+from deltawire.protocol.errors import DeltawireError, SettingsError
+from deltawire.store.open import open_store
 from deltawire.streams.local_server import free_port
 
 TRAINER, ENVIRONMENT = "trainer", "environment"
+ENGINES = ("torch", "vllm")
+_STREAMS = ("redis", "rediss")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +68,10 @@ class RunPlan:
 
 
 def make_plan(options: RunOptions, spec: JobSpec, *, run_id: str) -> RunPlan:
-    """Choose ports and folders. Raises SettingsError for a port in use or a folder that fails."""
+    """Choose ports and folders. Raises SettingsError for what cannot be started, a port in use or a
+    folder that fails; only then is there a folder."""
+    engine_environ = check_options(options)
+    ports = list(_ports(options.port, 2 + options.replicas))
     folder = options.runs_dir.absolute() / run_id
     try:
         for name in ("logs", "bucket", "redis", "cache"):
@@ -75,12 +83,32 @@ def make_plan(options: RunOptions, spec: JobSpec, *, run_id: str) -> RunPlan:
         folder=folder,
         spec=spec,
         options=options,
-        ports=list(_ports(options.port, 2 + options.replicas)),
+        ports=ports,
         store=options.store or f"file://{folder / 'bucket'}",
         token=SecretStr(secrets.token_urlsafe(24)),
         threads=max(1, _cores() // (1 + options.replicas)),
-        engine_environ=vllm_environment(Path.cwd(), os.environ) if options.engine == "vllm" else {},
+        engine_environ=engine_environ,
     )
+
+
+def check_options(options: RunOptions) -> dict[str, str]:
+    """What replicas need to find their engine. Raises SettingsError naming the option that no
+    service could be started with."""
+    if options.engine not in ENGINES:
+        raise SettingsError(unknown("--engine", options.engine, ENGINES))
+    if options.store is not None:
+        try:
+            open_store(options.store).close()
+        except DeltawireError as error:
+            raise SettingsError(f"--store: {error}") from error
+    if options.streams is not None:
+        scheme = urlsplit(options.streams).scheme.partition("+")[0]
+        if scheme not in _STREAMS:
+            raise SettingsError(
+                f"--streams: expected redis://… or rediss://…, found scheme {scheme!r}; without "
+                "the option a Redis is started"
+            )
+    return vllm_environment(Path.cwd(), os.environ) if options.engine == "vllm" else {}
 
 
 def _cores() -> int:

@@ -2,8 +2,9 @@
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from deltawire.cli.plain import mib
+from deltawire.cli.plain import NOTHING_TO_LEARN, eval_line, mib
 from deltawire.cli.summary import RunSummary, mean
 
 _ENDS = 3
@@ -14,7 +15,7 @@ def print_report(summary: RunSummary, console: Console) -> int:
     """Print it. 0 when the run finished, in every bit, with nothing lost; else 1 and why."""
     table = Table(title=f"run {summary.run_id}: {summary.job}", show_header=False)
     for name, value in _rows(summary):
-        table.add_row(name, value)
+        table.add_row(name, Text(value))
     console.print(table)
     for name, path in summary.paths.items():
         console.print(f"{name + ':':14}{path}", soft_wrap=True, highlight=False)
@@ -36,6 +37,7 @@ def _rows(summary: RunSummary) -> list[tuple[str, str]]:
     return [
         ("steps", f"{len(summary.steps)} in {summary.seconds / 60:.1f} min"),
         ("reward", f"{_number(first)} in the first steps, {_number(last)} in the last"),
+        *_evaluations(summary),
         ("version", f"{summary.version}, digest {summary.digest[:16]}…"),
         ("replicas", _replicas(summary)),
         ("changed", f"{_percent(mean(densities))} of the bf16 weights per step"),
@@ -43,8 +45,28 @@ def _rows(summary: RunSummary) -> list[tuple[str, str]]:
         ("pause", f"{_number(mean(pauses))} ms per swap"),
         ("groups", f"{groups.issued} issued, {groups.trained} trained, dropped: {dropped}"),
         ("", f"{groups.lost} lost, {groups.doubled} doubled"),
+        *_troubles(summary),
         *([("restarts", str(summary.restarts))] if summary.restarts else []),
     ]
+
+
+def _evaluations(summary: RunSummary) -> list[tuple[str, str]]:
+    """The first and the last, and any that was not finished."""
+    shown = {
+        record.version: record
+        for at, record in enumerate(summary.evals)
+        if at in (0, len(summary.evals) - 1) or record.finished < record.expected
+    }
+    return [("evaluation", eval_line(record)) for record in shown.values()]
+
+
+def _troubles(summary: RunSummary) -> list[tuple[str, str]]:
+    reason = f": {summary.error_reason}" if summary.errors else ""
+    rows = [("errors", f"{summary.errors} rollouts left out{reason}")]
+    silent = sum(step.groups_with_signal == 0 for step in summary.steps)
+    if silent:
+        rows.append(("warning", f"in {silent} of {len(summary.steps)} steps {NOTHING_TO_LEARN}"))
+    return rows
 
 
 def _replicas(summary: RunSummary) -> str:

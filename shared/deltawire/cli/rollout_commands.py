@@ -76,7 +76,9 @@ def rollouts(
     source: Annotated[
         str, typer.Argument(help="A run folder, or the URL of a trainer.")
     ] = "runs/latest",
-    show: Annotated[str, typer.Option(help="Id of one rollout to read in full.")] = "",
+    show: Annotated[
+        str, typer.Option(help="Id of one rollout to read in full, as in the table.")
+    ] = "",
     limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 32,
     status: Annotated[str, typer.Option(help="Only ok, truncated or error.")] = "",
     dropped: Annotated[

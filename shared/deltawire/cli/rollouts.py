@@ -19,6 +19,9 @@ from deltawire.protocol.errors import MalformedMessage, MalformedObject, RemoteE
 from deltawire.protocol.rollouts import Rollout, RolloutGroup, Sequence
 
 _TIMEOUT_S = 20.0
+_COLUMNS = ("rollout", "step", "reward", "status", "tokens", "versions")
+_WIDE = 110
+"""Columns of a terminal from which on the parts of the reward are shown."""
 _STATUS_STYLE = {"ok": "green", "truncated": "yellow", "error": "red"}
 
 
@@ -28,21 +31,25 @@ class Seen:
 
     step: int
     rollout: Rollout
+    run_id: str = ""
 
 
 def show_rollouts(source: str, *, show: str, limit: int, status: str, as_json: bool) -> int:
     """Print a table, or one rollout in full. 0 when there was something to show."""
     remote = source.startswith(("http://", "https://"))
+    console = Console()
     output: RenderableType
     if show:
         found = _fetched(source, show) if remote else _read(Path(source), show)
         output = whole(found, None if remote else tokenizer_of(Path(source)))
-        data: object = found.rollout.model_dump(mode="json")
+        data: object = {
+            **found.rollout.model_dump(mode="json"),
+            "reward": reward_of(found.rollout),
+        }
     else:
         rows = _summaries(source, limit) if remote else _newest(Path(source), limit, status)
         rows = [row for row in rows if not status or row["status"] == status]
-        output, data = overview(rows), rows
-    console = Console()
+        output, data = overview(rows, width=console.width), rows
     if as_json:
         console.print_json(json.dumps(data))
     else:
@@ -50,28 +57,59 @@ def show_rollouts(source: str, *, show: str, limit: int, status: str, as_json: b
     return 0
 
 
-def overview(rows: list[dict[str, Any]]) -> Table:
-    """One line a rollout."""
-    table = Table("rollout", "step", "reward", "status", "tokens", "versions", "facts")
+def overview(rows: list[dict[str, Any]], *, width: int) -> Table:
+    """One line a rollout. Reasons where there are any; parts of the reward, and facts beside
+    reasons, where `width` columns leave room."""
+    reasons = any(row.get("reason") for row in rows)
+    wide = width >= _WIDE
+    facts = any(row["info"] for row in rows) and (wide or not reasons)
+    table = Table(*_COLUMNS, *["reason"] * reasons, *["parts"] * wide, *["facts"] * facts)
     for row in rows:
-        facts = "  ".join(f"{name}={value}" for name, value in row["info"].items())
-        table.add_row(
-            Text(row["rollout_id"]),
+        cells: list[str | Text] = [
+            Text(short_id(row["rollout_id"], row.get("run_id", "")), no_wrap=True),
             str(row["step"]),
-            f"{row['reward']:.3f}",
+            _reward(row["reward"]),
             Text(row["status"], style=_STATUS_STYLE.get(row["status"], "")),
             str(row["tokens"]),
             f"{row['oldest_version']}..{row['newest_version']}",
-            Text(facts, overflow="ellipsis", no_wrap=True),
-        )
+        ]
+        if reasons:
+            cells.append(Text(row.get("reason", "")))
+        if wide:
+            cells.append(_one_line(_named(row.get("reward_parts", {}), ".3g")))
+        if facts:
+            cells.append(_one_line(_named(row["info"], "")))
+        table.add_row(*cells)
     return table
+
+
+def short_id(rollout_id: str, run_id: str) -> str:
+    """Without the run in front, which all rows share: ``000017/3``."""
+    return rollout_id.removeprefix(f"{run_id}-") if run_id else rollout_id
+
+
+def _reward(reward: float | None) -> str:
+    return "-" if reward is None else f"{reward:.3f}"
+
+
+def _named(values: dict[str, Any], form: str) -> str:
+    return "  ".join(f"{name}={value:{form}}" for name, value in values.items())
+
+
+def _one_line(text: str) -> Text:
+    return Text(text, overflow="ellipsis", no_wrap=True)
+
+
+def reward_of(rollout: Rollout) -> float | None:
+    """None of an error: nobody could compute it."""
+    return None if rollout.status == "error" else rollout.reward
 
 
 def whole(seen: Seen, tokenizer: Any | None) -> Text:
     """Everything of one rollout. Sampled tokens are bold, what was only read is dim."""
     rollout = seen.rollout
     text = Text()
-    text.append(f"{rollout.rollout_id}  step {seen.step}  reward {rollout.reward:.3f}  ")
+    text.append(f"{rollout.rollout_id}  step {seen.step}  reward {_reward(reward_of(rollout))}  ")
     text.append(rollout.status, style=_STATUS_STYLE.get(rollout.status, ""))
     text.append(f"  {rollout.reason}\n" if rollout.reason else "\n")
     parts = {**rollout.reward_parts, **rollout.metrics}
@@ -128,7 +166,7 @@ def _newest(folder: Path, limit: int, status: str) -> list[dict[str, Any]]:
 
 def _read(folder: Path, rollout_id: str) -> Seen:
     for seen in _recorded(folder):
-        if seen.rollout.rollout_id == rollout_id:
+        if rollout_id in (seen.rollout.rollout_id, short_id(seen.rollout.rollout_id, seen.run_id)):
             return seen
     raise SettingsError(f"no rollout {rollout_id!r} in {folder}; list them without --show")
 
@@ -145,16 +183,20 @@ def _recorded(folder: Path) -> Iterator[Seen]:
                 group = RolloutGroup.model_validate_json(line)
             except ValidationError as error:
                 raise MalformedMessage(f"{path}: not a rollout group: {error}") from error
-            yield from (Seen(step=step, rollout=rollout) for rollout in group.rollouts)
+            for rollout in group.rollouts:
+                yield Seen(step=step, rollout=rollout, run_id=group.run_id)
 
 
 def _summary(seen: Seen) -> dict[str, Any]:
     rollout = seen.rollout
     return {
         "rollout_id": rollout.rollout_id,
+        "run_id": seen.run_id,
         "step": seen.step,
-        "reward": rollout.reward,
+        "reward": reward_of(rollout),
+        "reward_parts": rollout.reward_parts,
         "status": rollout.status,
+        "reason": rollout.reason,
         "tokens": sum(sum(sequence.loss_mask) for sequence in rollout.sequences),
         "oldest_version": rollout.oldest_version,
         "newest_version": rollout.newest_version,

@@ -15,8 +15,9 @@ from rich.console import Console
 from deltawire.cli.children import Child, stop_all
 from deltawire.cli.live import LiveView
 from deltawire.cli.local_redis import LocalRedis, local_redis
+from deltawire.cli.local_run import findable
 from deltawire.cli.observation import Observation
-from deltawire.cli.plain import PlainView
+from deltawire.cli.plain import QUIET_S, PlainView
 from deltawire.cli.plan import (
     ENVIRONMENT,
     TRAINER,
@@ -107,6 +108,8 @@ async def _run(plan: RunPlan, view: View) -> RunSummary:
             redis = stack.enter_context(local_redis(plan.folder / "redis"))
         streams = plan.options.streams or (redis.url if redis else "")
         children = service_children(plan, streams=streams)
+        urls = {child.name: child.url for child in children}
+        stack.enter_context(findable(plan.folder, urls, plan.token))
         try:
             await _start(children, view)
             seen = await _watch(plan, children, redis, view)
@@ -126,8 +129,19 @@ async def _start(children: list[Child], view: View) -> None:
         view.say(f"starting {child.name} at {child.url}")
         await child.start()
     for child in children:
-        await child.wait_ready(_READY_S)
+        await _until_ready(child, view)
         view.say(f"{child.name} is ready")
+
+
+async def _until_ready(child: Child, view: View) -> None:
+    """Wait, and say so every now and then. Raises ChildDied."""
+    waiting = asyncio.create_task(child.wait_ready(_READY_S))
+    try:
+        while not (await asyncio.wait({waiting}, timeout=QUIET_S))[0]:
+            view.say(f"waiting for {child.name} to be ready; its log: {child.log_path}")
+        waiting.result()
+    finally:
+        waiting.cancel()
 
 
 async def _watch(

@@ -1,14 +1,16 @@
-"""`deltawire status URL…`: what services say of themselves, in one table."""
+"""`deltawire status [URL…]`: what services say of themselves, in one table."""
 
 import asyncio
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, SecretStr
 from rich.console import Console
 from rich.table import Table
 
+from deltawire.cli.local_run import find_run
 from deltawire.control.client import ServiceClient
 from deltawire.protocol.errors import RemoteError
 
@@ -47,16 +49,26 @@ _SHOWN = {
 }
 
 
-def show_status(urls: Sequence[str], *, as_json: bool) -> int:
-    """Ask each URL. 0 when all answered."""
-    token = os.environ.get("DELTAWIRE_TOKEN")
-    answers = asyncio.run(_ask(urls, SecretStr(token) if token else None))
+def show_status(urls: Sequence[str], *, runs: Path, run: str, as_json: bool) -> int:
+    """Ask each URL; without any, the services of a run on this machine. 0 when all answered."""
+    if urls:
+        said = os.environ.get("DELTAWIRE_TOKEN")
+        urls, token = [address_of(url) for url in urls], SecretStr(said) if said else None
+    else:
+        local = find_run(runs, run)
+        urls, token = local.urls, local.token
+    answers = asyncio.run(_ask(urls, token))
     console = Console()
     if as_json:
         console.print_json(json.dumps([_plain(answer) for answer in answers]))
     else:
         console.print(_table(urls, answers))
     return 1 if any(isinstance(answer, RemoteError) for answer in answers) else 0
+
+
+def address_of(url: str) -> str:
+    """`localhost:7860` is meant as http://localhost:7860."""
+    return url if "://" in url else f"http://{url}"
 
 
 async def _ask(urls: Sequence[str], token: SecretStr | None) -> list[AnyStatus | RemoteError]:

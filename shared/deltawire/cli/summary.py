@@ -8,6 +8,7 @@ from pydantic import Field
 
 from deltawire.protocol.control import (
     AppliedUpdate,
+    EvalRecord,
     GroupCounts,
     ReplicaStatus,
     StepRecord,
@@ -33,6 +34,12 @@ class StepSummary(WireModel):
     encoding: str | None
     phases_s: dict[str, float]
     metrics: dict[str, float]
+    errors: int = 0
+    """Rollouts left out because of an error."""
+    error_reason: str = ""
+    """The most frequent one."""
+    groups_with_signal: int | None = None
+    """Groups whose rewards differed; 0: there was nothing to learn."""
 
 
 class ReplicaSummary(WireModel):
@@ -58,6 +65,11 @@ class RunSummary(WireModel):
     digest: str
     replicas: list[ReplicaSummary]
     groups: GroupCounts
+    evals: list[EvalRecord] = Field(default_factory=list)
+    """Oldest version first."""
+    errors: int = 0
+    """Rollouts left out because of an error, over the whole run."""
+    error_reason: str = ""
     seconds: float
     show: list[str] = Field(default_factory=list)
     """Metrics that the job shows beside the reward."""
@@ -93,6 +105,9 @@ def summarise(
         digest=trainer.digest,
         replicas=[_replica(status) for status in replicas],
         groups=trainer.groups,
+        evals=trainer.evals,
+        errors=trainer.errors_total,
+        error_reason=trainer.error_reason,
         seconds=seconds,
         show=show,
         restarts=restarts,
@@ -116,6 +131,9 @@ def _step(record: StepRecord, pauses_ms: list[float]) -> StepSummary:
         encoding=sync.encoding if sync else None,
         phases_s=record.phases_s,
         metrics=record.metrics,
+        errors=record.errors,
+        error_reason=record.error_reason,
+        groups_with_signal=record.groups_with_signal,
     )
 
 

@@ -170,6 +170,30 @@ class StepRecord(OpenWireModel):
     """wait, forward_backward, optimizer, diff, encode, upload, commit, announce."""
     sync: SyncRecord | None = None
     finished_at: float = 0.0
+    errors: int = 0
+    """Rollouts left out because of an error: of this step's groups, and of those dropped before."""
+    error_reason: str = ""
+    """The most frequent one, such as "picky: ValueError: ... (job.py:12)"."""
+    groups_with_signal: int | None = None
+    """Groups whose rewards differed enough to teach something; None where it was not counted."""
+
+
+class EvalRecord(OpenWireModel):
+    """One evaluation: held-out episodes of one version, never trained on."""
+
+    version: PolicyVersion
+    step: int
+    """The step that made the version."""
+    reward: float | None
+    """Mean over the episodes that count; None of none."""
+    episodes: int
+    """That count: without error, and sampled by this version alone."""
+    finished: int
+    """That came home."""
+    expected: int
+    metrics: dict[str, float] = Field(default_factory=dict)
+    error_reason: str = ""
+    """Why episodes do not count: the most frequent reason."""
 
 
 class GroupCounts(OpenWireModel):
@@ -223,6 +247,13 @@ class TrainerStatus(OpenWireModel):
     dead_letters: list[SetAside] = Field(default_factory=list)
     """The newest ones, oldest first."""
     history: list[StepRecord] = Field(default_factory=list)
+    evals: list[EvalRecord] = Field(default_factory=list)
+    rollouts_held: int = 0
+    """At home and waiting for the next step."""
+    rollouts_per_step: int = 0
+    errors_total: int = 0
+    """Rollouts left out because of an error, those not yet on the record of a step too."""
+    error_reason: str = ""
     replicas: list[ReplicaStatus] = Field(default_factory=list)
     waits_for: str = ""
     eta_s: float | None = None
