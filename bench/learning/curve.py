@@ -1,6 +1,6 @@
 """What a run earned, and whether ways differ by more than their seeds do."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import combinations
 from math import sqrt
@@ -38,10 +38,18 @@ class Curve:
         """Mean reward over the last quarter of the steps."""
         return fmean(self.rewards[-max(1, len(self.rewards) // _LAST_SHARE) :])
 
+    @property
+    def course(self) -> float:
+        """Mean reward over all steps: how early it was learned."""
+        return fmean(self.rewards)
+
+
+Measure = Callable[[Curve], float]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Two ways' ends, against the spread between seeds."""
+    """A measure of two ways, against the spread between seeds."""
 
     ways: tuple[str, str]
     difference: float
@@ -54,23 +62,33 @@ class Comparison:
         return abs(self.difference) <= self.band
 
 
-def compare(curves: Sequence[Curve]) -> list[Comparison]:
+def end_of(curve: Curve) -> float:
+    """Where a run arrives."""
+    return curve.end
+
+
+def course_of(curve: Curve) -> float:
+    """How early a run learns."""
+    return curve.course
+
+
+def compare(curves: Sequence[Curve], measure: Measure = end_of) -> list[Comparison]:
     """Each pair of ways; nothing while a way has one seed only."""
-    ends = {way: [c.end for c in curves if c.way == way] for way in ways_of(curves)}
-    if any(len(values) < 2 for values in ends.values()):
+    found = {way: [measure(c) for c in curves if c.way == way] for way in ways_of(curves)}
+    if any(len(values) < 2 for values in found.values()):
         return []
-    freedom = sum(len(values) - 1 for values in ends.values())
-    pooled = sum(variance(values) * (len(values) - 1) for values in ends.values()) / freedom
+    freedom = sum(len(values) - 1 for values in found.values())
+    pooled = sum(variance(values) * (len(values) - 1) for values in found.values()) / freedom
     return [
         Comparison(
             ways=(a, b),
-            difference=fmean(ends[a]) - fmean(ends[b]),
+            difference=fmean(found[a]) - fmean(found[b]),
             band=max(
                 _TRIFLE,
-                _STANDARD_ERRORS * sqrt(pooled * (1 / len(ends[a]) + 1 / len(ends[b]))),
+                _STANDARD_ERRORS * sqrt(pooled * (1 / len(found[a]) + 1 / len(found[b]))),
             ),
         )
-        for a, b in combinations(ends, 2)
+        for a, b in combinations(found, 2)
     ]
 
 
@@ -82,9 +100,20 @@ def ways_of(curves: Sequence[Curve]) -> list[str]:
 def report(curves: Sequence[Curve]) -> dict[str, object]:
     """The result file."""
     return {
-        "ends": {way: [round(c.end, 4) for c in curves if c.way == way] for way in ways_of(curves)},
-        "comparisons": [
-            {**asdict(found), "within_noise": found.within_noise} for found in compare(curves)
-        ],
+        "end": _measured(curves, end_of),
+        "course": _measured(curves, course_of),
         "curves": [asdict(curve) for curve in curves],
+    }
+
+
+def _measured(curves: Sequence[Curve], measure: Measure) -> dict[str, object]:
+    """A measure of every run, and the ways compared by it."""
+    return {
+        "values": {
+            way: [round(measure(c), 4) for c in curves if c.way == way] for way in ways_of(curves)
+        },
+        "comparisons": [
+            {**asdict(found), "within_noise": found.within_noise}
+            for found in compare(curves, measure)
+        ],
     }
