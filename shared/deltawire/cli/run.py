@@ -34,6 +34,8 @@ from deltawire.protocol.control import EnvironmentStatus, ReplicaStatus, Trainer
 from deltawire.protocol.errors import DeltawireError, RemoteError
 
 _READY_S = 300.0
+_VLLM_READY_S = 1200.0
+"""It loads, compiles and captures before it answers; its own deadline is 900 s."""
 _LOOK_EVERY_S = 1.0
 _SETTLE_S = 30.0
 """After the trainer finished, replicas get this long to report its version."""
@@ -135,7 +137,8 @@ async def _start(children: list[Child], view: View) -> None:
 
 async def _until_ready(child: Child, view: View) -> None:
     """Wait, and say so every now and then. Raises ChildDied."""
-    waiting = asyncio.create_task(child.wait_ready(_READY_S))
+    slow = child.environ.get("INFERENCE_ENGINE") == "vllm"
+    waiting = asyncio.create_task(child.wait_ready(_VLLM_READY_S if slow else _READY_S))
     try:
         while not (await asyncio.wait({waiting}, timeout=QUIET_S))[0]:
             view.say(f"waiting for {child.name} to be ready; its log: {child.log_path}")
