@@ -1,8 +1,8 @@
 """What old data does: samples 16 versions behind, with and without correction, and under the guard.
 
-The tiny model of bench/learning on its task, whole loop in one process. Tickets are ordered 16
-steps ahead and played at once, so every sample is as old as it may be. Writes
-bench/results/staleness.json and .png.
+The tiny model of bench/learning on its task, whole loop in one process. Training begins when
+tickets for 17 steps have been played; from then on new tickets join the end of a full queue,
+so every sample is as old as it may be. Writes bench/results/staleness.json and .png.
 
     python -m bench staleness
 """
@@ -26,11 +26,13 @@ from bench.learning.picture import smooth
 from bench.learning.tiny_model import write_tiny_model
 from deltawire.job.load import load_job
 from deltawire.job.resolve import resolve
+from deltawire.streams.base import DeliveredGroup, TrainerStreams
 
 JOB = Path(__file__).parent / "learning" / "jobs" / "lower_case.py"
 RESULTS = Path(__file__).parent / "results"
-OLD = "train.max_staleness=16"
-COMMON = ("train.steps=70",)
+VERSIONS = 16
+OLD = f"train.max_staleness={VERSIONS}"
+COMMON = ("train.steps=50",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,26 @@ ARMS = (
 )
 
 
+class FilledFirst:
+    """Streams that hand out nothing until so many groups wait."""
+
+    def __init__(self, streams: TrainerStreams, *, groups: int) -> None:
+        self._streams, self._groups = streams, groups
+        self._full = False
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._streams, name)
+
+    async def read(self, *, limit: int, timeout_s: float) -> list[DeliveredGroup]:
+        """As TrainerStreams.read, later."""
+        if not self._full:
+            self._full = (await self._streams.depth()).groups_unread >= self._groups
+        if self._full:
+            return await self._streams.read(limit=limit, timeout_s=timeout_s)
+        await asyncio.sleep(min(timeout_s, 0.1))
+        return []
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
     """One run of an arm."""
@@ -83,7 +105,7 @@ class Course:
 def main() -> None:
     """Run every arm over every seed, then draw."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--arms", nargs="+", default=[arm.name for arm in ARMS])
     parser.add_argument("--set", nargs="*", default=[], help="overrides for every arm")
@@ -91,7 +113,7 @@ def main() -> None:
     courses = []
     with tempfile.TemporaryDirectory(prefix="staleness-") as scratch:
         model = write_tiny_model(Path(scratch) / "model")
-        for seed in range(options.seeds):
+        for seed in options.seeds:
             for arm in ARMS:
                 if arm.name not in options.arms:
                     continue
@@ -107,7 +129,11 @@ def main() -> None:
 def _course(arm: Arm, seed: int, overrides: list[str], folder: Path) -> Course:
     folder.mkdir()
     resolved = resolve(load_job(JOB), [*overrides, *arm.overrides])
-    status = asyncio.run(run(resolved, folder))
+    train = resolved.spec.train
+    queue = (train.max_staleness + 1) * train.groups_per_step
+    status = asyncio.run(
+        run(resolved, folder, seen_through=lambda streams: FilledFirst(streams, groups=queue))
+    )
     return Course(
         arm=arm.name,
         seed=seed,

@@ -4,7 +4,7 @@ over a folder, memory streams and loopback. For models so small that starting pr
 
 import asyncio
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from deltawire.protocol.control import TrainerStatus
 from deltawire.service.metrics import Metrics
 from deltawire.service.serve import bind, serve
 from deltawire.store.open import open_store
+from deltawire.streams.base import TrainerStreams
 from deltawire.streams.open import open_trainer_streams
 from deltawire_environment.app import Environment
 from deltawire_environment.app import create_app as environment_app
@@ -31,8 +32,16 @@ from deltawire_trainer.trainer import Trainer
 RUN = "r1"
 
 
-async def run(resolved: ResolvedJob, folder: Path) -> TrainerStatus:
-    """Train a job to its end. A run that ended badly is told in the status."""
+async def run(
+    resolved: ResolvedJob,
+    folder: Path,
+    *,
+    seen_through: Callable[[TrainerStreams], TrainerStreams] = lambda streams: streams,
+) -> TrainerStatus:
+    """Train a job to its end. A run that ended badly is told in the status.
+
+    `seen_through` may stand between the trainer and its streams.
+    """
     streams_uri = f"memory://{uuid.uuid4().hex}"
     settings = TrainerSettings.model_validate(
         {
@@ -57,7 +66,7 @@ async def run(resolved: ResolvedJob, folder: Path) -> TrainerStatus:
         served(environment_app(environment), ws_max_size=2**16) as environment_url,
         served(build_app(_replica(settings, environment_url))),
     ):
-        await train(trainer, settings, store, streams, Metrics("trainer"))
+        await train(trainer, settings, store, seen_through(streams), Metrics("trainer"))
     status = await trainer.status()
     await streams.close()
     store.close()
