@@ -61,9 +61,6 @@ def judge(outcome: Outcome) -> None:
     digests = {bucket.digest, status.digest, *(r.digest for r in outcome.replicas.values())}
     assert len(digests) == 1
     assert set(outcome.exit_codes.values()) <= {0, -15}, outcome.exit_codes
-    # Learning.
-    first, last = rise(account.rewards())
-    assert last > first, f"reward {first:.3f} -> {last:.3f}"
 
 
 async def _run(
@@ -97,7 +94,7 @@ async def test_a_handful_of_faults_loses_nothing(tmp_path: Path, tiny_model: Pat
     rng = random.Random(5)
     faults = draw(rng, kills=6, stops=2, cuts=4, lease_s=LEASE_S, pace_s=2.0)
     outcome = await _run(tmp_path, tiny_model, faults, lr="1e-3", checkpoint_every=5, rng=rng)
-    judge(outcome)
+    judge(outcome)  # too few steps to say anything of the reward
 
 
 @pytest.mark.chaos
@@ -110,3 +107,5 @@ async def test_hundreds_of_faults_lose_nothing(tmp_path: Path, tiny_model: Path)
     outcome = await _run(tmp_path, tiny_model, faults, lr="1e-4", checkpoint_every=10, rng=rng)
     await asyncio.to_thread(REPORT.write_text, page(outcome, seed=seed))
     judge(outcome)
+    first, last = rise(outcome.account.rewards())
+    assert last > first, f"reward {first:.3f} -> {last:.3f}"
