@@ -1,8 +1,8 @@
 """What old data does: samples 16 versions behind, with and without correction, and under the guard.
 
-The tiny model of bench/learning on its task, whole loop in one process. Training begins when
-tickets for 17 steps have been played; from then on new tickets join the end of a full queue,
-so every sample is as old as it may be. Writes bench/results/staleness.json and .png.
+The tiny model of bench/learning on its task, whole loop in one process. A step gets its groups only
+while those of 16 more steps wait behind them, so that every sample is as old as it may be. Writes
+bench/results/staleness.json and .png after every run.
 
     python -m bench staleness
 """
@@ -32,7 +32,7 @@ JOB = Path(__file__).parent / "learning" / "jobs" / "lower_case.py"
 RESULTS = Path(__file__).parent / "results"
 VERSIONS = 16
 OLD = f"train.max_staleness={VERSIONS}"
-COMMON = ("train.steps=50",)
+COMMON = ("train.steps=40",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,24 +68,23 @@ ARMS = (
 )
 
 
-class FilledFirst:
-    """Streams that hand out nothing until so many groups wait."""
+class FullQueue:
+    """Streams that hand out a step's groups only while a whole queue of them waits."""
 
-    def __init__(self, streams: TrainerStreams, *, groups: int) -> None:
-        self._streams, self._groups = streams, groups
-        self._full = False
+    def __init__(self, streams: TrainerStreams, *, queue: int, at_once: int, total: int) -> None:
+        self._streams, self._queue, self._at_once, self._left = streams, queue, at_once, total
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._streams, name)
 
     async def read(self, *, limit: int, timeout_s: float) -> list[DeliveredGroup]:
-        """As TrainerStreams.read, later."""
-        if not self._full:
-            self._full = (await self._streams.depth()).groups_unread >= self._groups
-        if self._full:
-            return await self._streams.read(limit=limit, timeout_s=timeout_s)
-        await asyncio.sleep(min(timeout_s, 0.1))
-        return []
+        """As TrainerStreams.read, later. The last groups of a run have no queue behind them."""
+        if (await self._streams.depth()).groups_unread < min(self._queue, self._left):
+            await asyncio.sleep(min(timeout_s, 0.1))
+            return []
+        found = await self._streams.read(limit=min(limit, self._at_once), timeout_s=timeout_s)
+        self._left -= len(found)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,18 +120,24 @@ def main() -> None:
                 folder = Path(scratch) / f"{arm.name}-{seed}"
                 courses.append(_course(arm, seed, told, folder))
                 print(arm.name, seed, courses[-1].rewards[-1], courses[-1].end, flush=True)
-    rows = [asdict(course) for course in courses]
-    (options.out / "staleness.json").write_text(json.dumps(rows, indent=1) + "\n")
-    draw(courses, options.out / "staleness.png")
+                write(courses, options.out)
 
 
 def _course(arm: Arm, seed: int, overrides: list[str], folder: Path) -> Course:
     folder.mkdir()
     resolved = resolve(load_job(JOB), [*overrides, *arm.overrides])
     train = resolved.spec.train
-    queue = (train.max_staleness + 1) * train.groups_per_step
     status = asyncio.run(
-        run(resolved, folder, seen_through=lambda streams: FilledFirst(streams, groups=queue))
+        run(
+            resolved,
+            folder,
+            seen_through=lambda streams: FullQueue(
+                streams,
+                queue=(train.max_staleness + 1) * train.groups_per_step,
+                at_once=train.groups_per_step,
+                total=train.steps * train.groups_per_step,
+            ),
+        )
     )
     return Course(
         arm=arm.name,
@@ -142,6 +147,13 @@ def _course(arm: Arm, seed: int, overrides: list[str], folder: Path) -> Course:
         ess=[record.ess for record in status.history],
         end=status.reason or status.state,
     )
+
+
+def write(courses: Sequence[Course], out: Path) -> None:
+    """The result files, so far."""
+    rows = [asdict(course) for course in courses]
+    (out / "staleness.json").write_text(json.dumps(rows, indent=1) + "\n")
+    draw(courses, out / "staleness.png")
 
 
 def draw(courses: Sequence[Course], path: Path) -> None:
