@@ -75,9 +75,10 @@ def _faults(seen: list[Seen]) -> str:
     rows.append("")
     rows.append(
         "A killed trainer works again when it has made a step, a replica and an environment when "
-        "they are ready, a producer when Redis has answered it, Redis when it answers. Restarts "
-        "include the start of Python and torch. After a stall the clock starts with SIGCONT, after "
-        "a cut with the healed link, and stops with the trainer's next step."
+        "they are ready, a producer when Redis has answered it, Redis when it answers. Services "
+        "are forked from a process that has imported torch: the seconds for that are not in here. "
+        "After a stall the clock starts with SIGCONT, after a cut with the healed link, and stops "
+        "with the trainer's next step. Much of the time is waiting for the cores."
     )
     return "\n".join(rows)
 
