@@ -16,8 +16,10 @@ from pathlib import Path
 
 from deltawire.protocol.errors import DeltawireError
 
-_NICENESS = 10
-"""Sampling goes first when they share a core."""
+_YIELDS = 10
+"""How much nicer than the process a thread beside its main work is: sampling goes first when they
+share a core. Not an absolute niceness, which on a machine with other work could mean never."""
+_NICEST = 19
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +48,16 @@ def start_job(work: Callable[[], object], report: Path) -> threading.Thread:
     return thread
 
 
+def yield_to_sampling() -> None:
+    """Lower the priority of the calling thread below its process's; never raise it."""
+    thread = threading.get_native_id()
+    wanted = os.getpriority(os.PRIO_PROCESS, os.getpid()) + _YIELDS
+    niceness = min(_NICEST, max(wanted, os.getpriority(os.PRIO_PROCESS, thread)))
+    os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
+
 def _run(work: Callable[[], object], report: Path) -> None:
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    yield_to_sampling()
     started = time.perf_counter()
     error, error_type = "", ""
     try:

@@ -11,9 +11,7 @@ patch behind.
 
 from __future__ import annotations
 
-import os
 import shutil
-import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -36,9 +34,7 @@ from deltawire_inference.engines.route import Objects, read_route
 from deltawire_inference.engines.vllm.checkpoint import write_checkpoint
 from deltawire_inference.engines.vllm.client import WorkerCalls
 from deltawire_inference.engines.vllm.remote_weights import RankMap, RemoteWeights
-
-_NICENESS = 10
-"""Sampling goes first when they share a core."""
+from deltawire_inference.vllm_plugin.jobs import yield_to_sampling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +69,7 @@ class Stager:
         Raises:
             WeightsError, EngineError: Refused; the live weights are as they were.
         """
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        yield_to_sampling()
         key = uuid.uuid4().hex[:12]
         try:
             if objects[0][0].kind is ObjectKind.ANCHOR:
