@@ -16,14 +16,10 @@ from tiny_runs import (
     PROMPTS,
     RUN_ID,
     VLLM,
-    MakeReplica,
+    FreshEngines,
     MakeRun,
     TinyRun,
-    greedy,
-    sampled,
 )
-
-from deltawire_inference.engines.vllm.checkpoint import write_checkpoint
 
 
 @contextmanager
@@ -85,14 +81,11 @@ def update(client: httpx.Client, info: dict[str, Any]) -> int:
     return status
 
 
-async def test_an_update_needs_only_bucket_coordinates_and_a_bad_one_changes_nothing(
-    make_run: MakeRun, make_replica: MakeReplica, tmp_path: Path
+def test_an_update_needs_only_bucket_coordinates_and_a_bad_one_changes_nothing(
+    make_run: MakeRun, fresh: FreshEngines, tmp_path: Path
 ) -> None:
     run = make_run("tied", encoding="compact")
-    follower = run.follower("plain")
-    manifest, base = follower.manifest(), tmp_path / "base"
-    objects = follower.fetch(follower.route(None, 0))
-    write_checkpoint(follower.model_dir(), objects, manifest=manifest, target=base)
+    base = run.export()
     coordinates = {"repo_id": run.store.uri}
     first = coordinates | {"filename": f"{RUN_ID}/deltas/step_000001.safetensors"}
     for _ in range(4):
@@ -121,6 +114,4 @@ async def test_an_update_needs_only_bucket_coordinates_and_a_bad_one_changes_not
         patched = tokens_of(client)
 
     assert patched != base_tokens
-    fresh = make_replica(run)
-    await fresh.start()
-    assert patched == sampled(await greedy(fresh.engine))
+    assert patched == fresh.ask(run.export())[0]

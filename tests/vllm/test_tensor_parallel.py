@@ -17,6 +17,9 @@ async def test_two_ranks_follow_deltas_and_an_anchor_exactly(
         assert await patched.engine.verify() == run.publisher.digest
     run.step()
     run.step()
+    running = patched.engine._running
+    assert running.swap == running.client.swap  # our own route is there
+    running.swap = running.client.swap_by_parts  # as on a vLLM without endpoint plugins
     await patched.follow()  # two deltas as one update
     run.step(share=0.9)
     run.publisher.finish()  # an anchor of the newest version
