@@ -89,6 +89,15 @@ def test_the_summary_tells_of_phases(start_run: StartRun) -> None:
     assert run.wait(85) == 0, run.logs()
     steps = json.loads((run.folder / "summary.json").read_text())["steps"]
     assert {"diff", "encode", "upload", "commit", "announce"} <= set(steps[0]["phases_s"])
+    assert not (run.folder / "token").exists()
+
+
+def test_the_last_version_is_evaluated_before_the_run_ends(start_run: StartRun) -> None:
+    run = start_run(*SMALL, "train.steps=2", "eval.every=1", "eval.episodes=4")
+    assert run.wait(280) == 0, run.logs()
+    last = run.summary()["evals"][-1]
+    assert (last["version"], last["episodes"], last["expected"]) == (2, 4, 4)
+    assert f"eval v2 reward {last['reward']:.3f} (4 of 4)" in run.output()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])

@@ -116,6 +116,23 @@ async def take(rig: Rig, count: int, *, live: int = 0, bound: int = 1) -> list[s
     return [g.group.group_id for g in groups]
 
 
+async def test_errors_of_dropped_groups_are_kept_for_the_record_of_the_next_step(rig: Rig) -> None:
+    failed = [
+        rollout(f"a.{n}", status="error", reason=f"picky: ValueError: no {n} (j.py:3)")
+        for n in range(2)
+    ]
+    late = rollout("a.2", status="error", reason="deadline: the ticket's time was over")
+    rig.streams.deliver("1", group("a", *failed, late))
+    await rig.read_all()
+    assert rig.intake.rollouts_held == 3
+    assert await take(rig, 1) == []
+
+    assert (rig.intake.rollouts_held, rig.intake.errors.total) == (0, 3)
+    taken = rig.intake.take_errors()
+    assert (taken.total, taken.reason) == (3, "picky: ValueError: no 0 (j.py:3)")
+    assert rig.intake.errors.total == 0
+
+
 # -- judging --------------------------------------------------------------------------------------
 
 

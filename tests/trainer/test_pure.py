@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from deltawire.job.spec import EvalSpec, JobSpec, TrainSpec
 from deltawire.protocol.rollouts import Rollout, Sequence
 from deltawire.protocol.versions import PolicyVersion, VersionSpan
+from deltawire_trainer.account import groups_with_signal
 from deltawire_trainer.advantages import advantages_of, batch_normalised, leave_one_out
 from deltawire_trainer.correction import OPSM_KL, RULES, correct
 from deltawire_trainer.guard import PATIENCE, Guard, Signals
@@ -20,6 +21,7 @@ from deltawire_trainer.staleness import effective_sample_size, mismatch_kl, vers
 from deltawire_trainer.tickets import TicketBook, oldest_start, room
 
 from .conftest import MakeSample
+from .test_intake import rollout as intake_rollout
 
 # -- advantages -----------------------------------------------------------------------------------
 
@@ -444,3 +446,21 @@ def test_the_rate_warms_up_and_follows_its_schedule(schedule: str, rates: list[f
     )
 
     assert [round(learning_rate(spec, step), 4) for step in range(6)] == rates
+
+
+# -- account --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("earned", "count"), [(([0.1] * 3, [0.7] * 3), 0), (([0.1] * 3, [0.1, 0.1, 0.7]), 1)]
+)
+def test_groups_that_teach_are_those_whose_rewards_differ(
+    earned: tuple[list[float], ...], count: int
+) -> None:
+    groups = [
+        (f"g{at}", [intake_rollout(f"g{at}.{n}", reward=r) for n, r in enumerate(rewards)])
+        for at, rewards in enumerate(earned)
+    ]
+    samples = batch_samples(groups, Weighing(algorithm="grpo", group_size=3))
+
+    assert groups_with_signal(samples) == count

@@ -7,9 +7,13 @@ from statistics import fmean, pstdev
 from deltawire.protocol.control import StepRecord
 from deltawire.protocol.rollouts import Rollout
 from deltawire.protocol.versions import PolicyVersion
+from deltawire_trainer.errors_seen import ErrorTally
 from deltawire_trainer.learner import Gradient, Update
 from deltawire_trainer.samples import TrainingSample
 from deltawire_trainer.staleness import version_spread
+
+_SIGNAL = 1e-6
+"""Advantages below this are what rounding leaves of equal rewards."""
 
 
 def step_record(
@@ -22,6 +26,7 @@ def step_record(
     samples: Sequence[TrainingSample],
     gradient: Gradient,
     update: Update,
+    errors: ErrorTally,
     wait_s: float,
     finished_at: float,
 ) -> StepRecord:
@@ -58,7 +63,15 @@ def step_record(
             "optimizer": update.optimizer_s,
         },
         finished_at=finished_at,
+        errors=errors.total,
+        error_reason=errors.reason,
+        groups_with_signal=groups_with_signal(samples),
     )
+
+
+def groups_with_signal(samples: Sequence[TrainingSample]) -> int:
+    """Groups that a policy gradient can learn from: some token has an advantage."""
+    return len({s.group_id for s in samples if abs(s.advantages).max() > _SIGNAL})
 
 
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:

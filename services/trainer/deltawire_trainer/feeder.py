@@ -68,6 +68,8 @@ class Feeder:
         self.away = False
         """Whether the streams cannot be reached now."""
         self.paused = False
+        self.closing = False
+        """Issue no more training tickets, and go on reading: the run ends."""
         self._streams, self._ledger, self._journal = streams, ledger, journal
         self._book, self._guard, self._job = book, guard, job
         self._next_ticket = first_ticket
@@ -150,7 +152,7 @@ class Feeder:
         await self._heed_dead_letters()
         # From here to the journal without an await: position and ledger must be of one moment.
         position, spec = self._position, self._job.train
-        if position is None or self.paused:
+        if position is None or self.paused or self.closing:
             return
         ahead = self._ledger.open - self._taken
         count = room(

@@ -14,6 +14,7 @@ from deltawire.protocol.rollouts import Rollout, RolloutGroup
 from deltawire.protocol.rollouts import Sequence as TokenSequence
 from deltawire.streams.base import DeliveredGroup, TrainerStreams
 from deltawire_trainer.credit import Credit, scores_of
+from deltawire_trainer.errors_seen import ErrorTally
 from deltawire_trainer.journal import Dropped, Journal
 from deltawire_trainer.ledger import Ledger
 from deltawire_trainer.losses.algorithms import ALGORITHMS
@@ -156,6 +157,8 @@ class Intake:
         self._to_ack: dict[str, None] = {}
         self.duplicates = 0
         """Deliveries of groups that already had their fate."""
+        self.errors = ErrorTally()
+        """Of groups that were dropped since `take_errors`."""
         self.on_eval: Callable[[RolloutGroup], None] | None = None
         """Told of evaluation groups, which are never trained on."""
 
@@ -163,6 +166,16 @@ class Intake:
     def held(self) -> int:
         """Groups waiting for their step."""
         return len(self._held)
+
+    @property
+    def rollouts_held(self) -> int:
+        """Rollouts of those groups."""
+        return sum(len(delivered.group.rollouts) for delivered in self._held.values())
+
+    def take_errors(self) -> ErrorTally:
+        """The errors of groups dropped so far, to go on the record of one step."""
+        taken, self.errors = self.errors, ErrorTally()
+        return taken
 
     def holds(self, group_id: str) -> bool:
         """Whether this group is here and waits for its step."""
@@ -282,6 +295,7 @@ class Intake:
         self._journal.append(Dropped(group_id=group_id, reason=reason, adopted=adopted))
         self._ledger.adopt(group_id)
         self._ledger.drop(group_id, reason)
+        self.errors.add(delivered.group.rollouts)
         await self._ack([delivered.entry_id])
 
     async def _ack(self, entry_ids: Iterable[str]) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, BinaryIO, Literal, Self
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from deltawire.protocol.control import StepRecord, SyncRecord
+from deltawire.protocol.control import EvalRecord, StepRecord, SyncRecord
 from deltawire.protocol.wire_model import OpenWireModel
 
 
@@ -68,14 +68,10 @@ class RolledBack(OpenWireModel):
 
 
 class Evaluated(OpenWireModel):
-    """An evaluation came home."""
+    """An evaluation came home, or as much of it as came in time."""
 
     kind: Literal["evaluated"] = "evaluated"
-    version: int
-    reward: float
-    episodes: int
-    expected: int
-    metrics: dict[str, float] = Field(default_factory=dict)
+    record: EvalRecord
 
 
 Event = Annotated[

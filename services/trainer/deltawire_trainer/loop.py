@@ -32,7 +32,7 @@ from deltawire_trainer.events import EventHub
 from deltawire_trainer.feeder import Feeder, Position
 from deltawire_trainer.guard import Guard, GuardStopped, Signals
 from deltawire_trainer.intake import UsableGroup
-from deltawire_trainer.journal import RolledBack, Synced, Trained
+from deltawire_trainer.journal import Evaluated, RolledBack, Synced, Trained
 from deltawire_trainer.ledger import Ledger
 from deltawire_trainer.memory import training_memory
 from deltawire_trainer.opening import OpenRun
@@ -71,6 +71,7 @@ class TrainingLoop:
         metrics: Metrics,
         threads: int,
         converge_timeout_s: float,
+        last_eval_s: float,
     ) -> None:
         self.job, self.step, self.version = run.job, run.step, int(run.publisher.version)
         self.ledger, self.feeder, self.publishing = ledger, feeder, publishing
@@ -82,7 +83,7 @@ class TrainingLoop:
         self.reason = ""
         self.waits_for = ""
         self._run, self._guard, self._checkpointing = run, guard, checkpointing
-        self._converge_timeout_s = converge_timeout_s
+        self._converge_timeout_s, self._last_eval_s = converge_timeout_s, last_eval_s
         self._steps_since_sync = 0
         self._evaluated = self.version if run.recovered.steps or run.took_over else -1
         """No version up to this one is still to be evaluated."""
@@ -214,6 +215,8 @@ class TrainingLoop:
         await self._checkpointing.settled()
         update = await self._compute(learner.apply, gradient, step=self.step)
         self.step += 1
+        errors = self.feeder.intake.take_errors()
+        errors.add(rollout for usable in groups for rollout in usable.group.rollouts)
         syncs = self._steps_since_sync + 1 >= self.job.sync.sync_every
         return step_record(
             step=self.step,
@@ -224,6 +227,7 @@ class TrainingLoop:
             samples=samples,
             gradient=gradient,
             update=update,
+            errors=errors,
             wait_s=wait_s,
             finished_at=time.time(),
         )
@@ -239,8 +243,7 @@ class TrainingLoop:
     async def _start_sync(self) -> None:
         """Take the diff, which training waits for, and leave the rest to run beside it."""
         await self.publishing.settled()
-        await self.evaluation.hold()
-        self._close_evaluation()
+        await self._end_evaluation()
         pending = await self._diff()
         self.version, self._steps_since_sync = int(pending.version), 0
         step = self.step
@@ -248,7 +251,7 @@ class TrainingLoop:
         async def committed(record: SyncRecord) -> None:
             self._run.journal.append(Synced(step=step, record=record))
             self._note_sync(step, record)
-            await self._open_evaluation(int(record.version))
+            await self._open_evaluation(int(record.version), step=step)
 
         self.publishing.start(pending, committed)
 
@@ -267,22 +270,27 @@ class TrainingLoop:
         every = self.job.eval.every
         return (self._evaluated // every + 1) * every
 
-    async def _open_evaluation(self, version: int) -> None:
+    async def _open_evaluation(self, version: int, *, step: int) -> None:
         """Order a round for this version when one is due."""
         if self.job.eval is None or version % self.job.eval.every:
             return
         tickets = self.feeder.evaluation_tickets(version)
-        self.evaluation.open(version, tickets)
+        self.evaluation.open(version, tickets, step=step)
         try:
             await self.feeder.issue_evaluation(tickets)
         except StreamError as error:
+            self.evaluation.close()
             log.warning("evaluation not ordered", extra={"reason": str(error)})
 
-    def _close_evaluation(self) -> None:
+    async def _end_evaluation(self, *, limit_s: float | None = None) -> None:
+        """Wait for the open round, if there is one, for as long as it may take; sum it up."""
+        self.waits_for = self.evaluation.waits_for
+        await self.evaluation.hold(limit_s=limit_s)
+        self.waits_for = ""
         result = self.evaluation.close()
         self._evaluated = self.version
         if result is not None:
-            self._run.journal.append(result)
+            self._run.journal.append(Evaluated(record=result))
             self.events.publish("eval", result)
 
     def _heed_guard(self, record: StepRecord) -> None:
@@ -320,7 +328,7 @@ class TrainingLoop:
         if recovered.steps:
             await self._publish_what_differs()
         elif not run.took_over:
-            await self._open_evaluation(self.version)
+            await self._open_evaluation(self.version, step=self.step)
 
     async def _publish_what_differs(self) -> None:
         """A crash may have come between a step and its commit. Weights that were published already
@@ -358,10 +366,14 @@ class TrainingLoop:
         log.warning("steps rolled back", extra={"to": self.step})
 
     async def _finish(self, feeding: asyncio.Task[None]) -> None:
-        """Last version committed, every ticket accounted for, final anchor, replicas told."""
-        await self._end_feeding(feeding)
+        """Last version committed and evaluated, every ticket accounted for, final anchor, replicas
+        told."""
+        self.feeder.closing = True
         async with self._weights:
             await self._publish_last()
+        await self._end_evaluation(limit_s=self._last_eval_s)
+        await self._end_feeding(feeding)
+        async with self._weights:
             await self._when_streams_answer(self.feeder.wind_up)
             await self._checkpointing.settled()
             await self._checkpointing.write(step=self.step, version=self.version)
@@ -374,8 +386,6 @@ class TrainingLoop:
 
     async def _publish_last(self) -> None:
         for attempt in range(_LAST_TRIES):
-            await self.evaluation.hold()
-            self._close_evaluation()
             await self.publishing.settled()
             if not (self._steps_since_sync or self.publishing.failed):
                 return

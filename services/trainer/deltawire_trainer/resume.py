@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from deltawire.codec.bits import tensor_of
-from deltawire.protocol.control import StepRecord
+from deltawire.protocol.control import EvalRecord, StepRecord
 from deltawire.sync.publisher import Publisher
 from deltawire_trainer.journal import (
     Dropped,
@@ -40,7 +40,7 @@ class Recovered:
 
     ledger: Ledger = field(default_factory=Ledger)
     steps: dict[int, Trained] = field(default_factory=dict)
-    evaluations: list[Evaluated] = field(default_factory=list)
+    evaluations: list[EvalRecord] = field(default_factory=list)
     tickets: int = 0
     """Training tickets issued so far: the data position."""
     lineage: str = ""
@@ -79,8 +79,8 @@ def recover(events: Iterable[Event], *, checkpoint_step: int) -> Recovered:
                 state.steps[step] = made.model_copy(update={"record": kept})
             case RolledBack(step=step):
                 state.steps = {at: made for at, made in state.steps.items() if at <= step}
-            case Evaluated():
-                state.evaluations.append(event)
+            case Evaluated(record=evaluation):
+                state.evaluations.append(evaluation)
             case _:
                 pass
     for step, made in state.steps.items():

@@ -18,12 +18,18 @@ class RolloutSummary(WireModel):
 
     rollout_id: str
     group_id: str
+    run_id: str
+    """Rollout ids begin with it; it may be left out when one is asked for."""
     step: int
-    reward: float
+    reward: float | None
+    """None of an error: there is none."""
     status: str
+    reason: str
+    """Why the status is not ok."""
     tokens: int
     oldest_version: int | None
     newest_version: int | None
+    reward_parts: dict[str, float]
     metrics: dict[str, float]
     info: dict[str, JsonValue]
 
@@ -46,7 +52,7 @@ class RolloutLog:
         """Keep the groups of a step; written to `step_000001.jsonl` where there is a folder."""
         for group in groups:
             for rollout in group.rollouts:
-                self._remember(step, group.group_id, rollout)
+                self._remember(step, group, rollout)
         if self._folder is not None:
             self._folder.mkdir(parents=True, exist_ok=True)
             with (self._folder / f"step_{step:06d}.jsonl").open("w") as lines:
@@ -58,19 +64,29 @@ class RolloutLog:
         return [detail.summary for detail in details[:limit]]
 
     def find(self, rollout_id: str) -> RolloutDetail | None:
-        """A remembered rollout."""
-        return self._recent.get(rollout_id)
+        """A remembered rollout, by its id with or without the run's in front."""
+        return self._recent.get(rollout_id) or next(
+            (
+                detail
+                for detail in self._recent.values()
+                if detail.rollout.rollout_id == f"{detail.summary.run_id}-{rollout_id}"
+            ),
+            None,
+        )
 
-    def _remember(self, step: int, group_id: str, rollout: Rollout) -> None:
+    def _remember(self, step: int, group: RolloutGroup, rollout: Rollout) -> None:
         summary = RolloutSummary(
             rollout_id=rollout.rollout_id,
-            group_id=group_id,
+            group_id=group.group_id,
+            run_id=group.run_id,
             step=step,
-            reward=rollout.reward,
+            reward=None if rollout.status == "error" else rollout.reward,
             status=rollout.status,
+            reason=rollout.reason,
             tokens=sum(sum(sequence.loss_mask) for sequence in rollout.sequences),
             oldest_version=rollout.oldest_version,
             newest_version=rollout.newest_version,
+            reward_parts=rollout.reward_parts,
             metrics=rollout.metrics,
             info=rollout.info,
         )

@@ -129,7 +129,7 @@ def build_loop(
         run_id=settings.run_id,
         trusts_redelivered=not run.took_over,
     )
-    evaluation = Evaluation(hold_s=_EVAL_HOLD_S)
+    evaluation = Evaluation(hold_s=_EVAL_HOLD_S, past=run.recovered.evaluations)
     intake.on_eval = evaluation.receive
     book = TicketBook(
         job=job,
@@ -167,6 +167,7 @@ def build_loop(
         metrics=metrics,
         threads=settings.threads,
         converge_timeout_s=settings.converge_timeout_s,
+        last_eval_s=settings.last_eval_s,
     )
 
 

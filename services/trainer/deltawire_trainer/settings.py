@@ -45,5 +45,7 @@ class TrainerSettings(ServiceSettings):
     """Seconds from the claim of a ticket until its group must be finished."""
     converge_timeout_s: float = Field(30.0, ge=0)
     """Seconds to wait at the end for the registered replicas to reach the last version."""
+    last_eval_s: float = Field(120.0, ge=0)
+    """Seconds from the order of the last version's evaluation until the run ends without it."""
     keep_rollouts: bool = True
     """Write the rollouts of every step under `run_dir`."""

@@ -101,6 +101,10 @@ class Trainer:
                 SetAside(id=letter.id, reason=letter.reason) for letter in loop.feeder.dead_letters
             ],
             "history": list(loop.history),
+            "evals": list(loop.evaluation.results),
+            "rollouts_held": loop.feeder.intake.rollouts_held,
+            "rollouts_per_step": self.job.train.groups_per_step * self.job.train.group_size,
+            **_errors(loop),
             "replicas": await loop.publishing.replicas(),
             "waits_for": loop.waits_for,
             "memory": loop.memory,
@@ -112,6 +116,16 @@ class Trainer:
         if self._loop is None:
             raise NotOpen(self._failure or "the run is still being opened; try again soon")
         return self._loop
+
+
+def _errors(loop: TrainingLoop) -> dict[str, object]:
+    """Of all steps, and of groups dropped since the last one."""
+    pending = loop.feeder.intake.errors
+    worst = max(loop.history, key=lambda step: step.errors, default=None)
+    return {
+        "errors_total": sum(step.errors for step in loop.history) + pending.total,
+        "error_reason": pending.reason or (worst.error_reason if worst else ""),
+    }
 
 
 def seconds_left(history: list[StepRecord], step: int, steps: int) -> float | None:
