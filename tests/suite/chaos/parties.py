@@ -55,7 +55,7 @@ async def assemble(
         replicas=2,
         engine="torch",
         store=None,
-        streams="",
+        streams=None,
         port=0,
     )
     plan = make_plan(options, resolve(load_job(job_path), overrides).spec, run_id=RUN_ID)

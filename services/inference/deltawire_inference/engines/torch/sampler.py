@@ -46,9 +46,7 @@ class Draw:
 
 def draw(logits: torch.Tensor, asks: Sequence[Ask]) -> list[Draw]:
     """logits [rows, vocabulary], one ask a row. EngineError when logits are not finite."""
-    temperatures = [
-        1.0 if _is_greedy(ask.sampling) else ask.sampling.temperature for ask in asks
-    ]
+    temperatures = [1.0 if _is_greedy(ask.sampling) else ask.sampling.temperature for ask in asks]
     scale = torch.tensor(temperatures, device=logits.device)[:, None]
     logprobs = torch.log_softmax(logits.float() / scale, dim=-1)
     allowed = {
