@@ -16,7 +16,7 @@ from deltawire.rollout.observation import parse_observation
 from deltawire_environment.app import Environment, create_app
 from deltawire_environment.settings import EnvironmentSettings
 
-SOON = 20.0
+SOON = 60.0
 
 
 async def test_an_episode_is_reset_and_steps(serve_openenv):
