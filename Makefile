@@ -24,7 +24,7 @@ run: $(RUNTIME)  ## Train the default job on this machine, all services as proce
 	$(BIN)/deltawire run $(JOB) $(OVERRIDES) $(OPTIONS)
 
 test: $(DEV)  ## Run every test but the end-to-end and vLLM ones
-	$(BIN)/pytest -q -m "not e2e and not vllm and not docker and not chaos"
+	$(BIN)/pytest -q -n 2 -m "not e2e and not vllm and not docker and not chaos"
 
 e2e: $(DEV)  ## Run the whole loop in real processes, and break it
 	$(BIN)/pytest -q -m e2e tests/suite
