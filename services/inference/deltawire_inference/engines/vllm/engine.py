@@ -336,15 +336,8 @@ class VllmEngine:
             model_dir=model_dir,
             disk=self._workspace.disk,
         )
-        policy = None
-        if manifest.adapter is not None:
-            policy = PolicyAdapter(
-                client,
-                adapter,
-                manifest=manifest,
-                adapter=manifest.adapter,
-                folder=self._workspace.disk,
-            )
+        policy = self._policy_adapter(client, adapter, manifest)
+        if policy is not None:
             await policy.load(version, digest)
         return _Running(
             client=client,
@@ -355,6 +348,20 @@ class VllmEngine:
             policy=policy,
             version=version,
             digest=digest,
+        )
+
+    def _policy_adapter(
+        self, client: VllmClient, tensors: Mapping[str, torch.Tensor], manifest: RunManifest
+    ) -> PolicyAdapter | None:
+        """What serves the policy in an adapter run; None in others."""
+        if manifest.adapter is None:
+            return None
+        return PolicyAdapter(
+            client,
+            tensors,
+            manifest=manifest,
+            adapter=manifest.adapter,
+            folder=self._workspace.disk,
         )
 
     async def _swap(
