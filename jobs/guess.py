@@ -15,7 +15,8 @@ job = Job(
         # One worked turn, and the first letter as a hint: every secret asks for other words, so
         # the policy cannot win by saying one word everywhere.
         style="hint",
-        # Pays for the form of a guess, then the hint, then a real word, then right letters.
+        # Pays for the form of a guess, the hint, each letter that still spells a word, a real word,
+        # right letters: every step towards a word is one that some guess of a group has taken.
         reward="graded",
         invalid_budget=None,
     ),

@@ -15,7 +15,7 @@ from deltawire_environment.worlds.guess_game import Game
 from deltawire_environment.worlds.guess_reward import GradeWeights, grade
 from deltawire_environment.worlds.guess_text import TEXTS
 from deltawire_environment.worlds.marks import closeness, marks
-from deltawire_environment.worlds.wordlist import held_out, load_words
+from deltawire_environment.worlds.wordlist import Lexicon, held_out, load_words
 
 WORDS = load_words()
 five_letters = st.text("abcdefgh", min_size=5, max_size=5)
@@ -128,27 +128,39 @@ def graded(message: str, secret: str = "crown", earlier: tuple[str, ...] = ()) -
         message,
         secret=secret,
         earlier=earlier,
-        words=WORDS.allowed - {"crane"},
+        lexicon=Lexicon(WORDS.allowed - {"crane"}),
         hinted=True,
         weights=GradeWeights(),
     )
 
 
 def test_the_graded_reward_climbs_from_form_to_hint_to_word_to_letters() -> None:
-    ladder = ["crowd", "[cr", "[abc] ...", "[ab]", "[xbxxx]", "[cxxxx]", "[cabin]", "[crowd]"]
+    ladder = [
+        "crowd",
+        "[cr",
+        "[abc] ...",
+        "[ab]",
+        "[xbxxx]",
+        "[cxxxx]",
+        "[crxxx]",
+        "[croxx]",
+        "[crowx]",
+        "[cabin]",
+        "[crowd]",
+    ]
     points = [graded(message) for message in ladder]
     assert points == sorted(points)
-    assert points[0] == points[1] == 0.0
+    assert points[1] == 0.0 and len(set(points[1:])) == len(points) - 1
     assert graded("[crown]") == pytest.approx(1.0)
 
 
 def test_the_graded_reward_pays_neither_for_the_example_nor_for_a_repeat_nor_for_many_words() -> (
     None
 ):
-    assert graded("[crane]") == pytest.approx(0.4)
+    assert graded("[crane]") == pytest.approx(0.35 + 0.25 * 3 / 4)
     assert graded("[crowd]", earlier=("crowd",)) == 0.0
     assert graded("[crowd] [cabin]") == 0.0
-    assert graded("[brown]") == pytest.approx(0.25)
+    assert graded("[brown]") == pytest.approx(0.2)
 
 
 def test_the_hint_style_tells_the_first_letter_and_a_job_may_replace_any_line() -> None:

@@ -11,7 +11,7 @@ from deltawire.protocol.rollouts import Task
 from deltawire_environment.worlds.guess_config import GuessConfig
 from deltawire_environment.worlds.guess_game import Game, Rules
 from deltawire_environment.worlds.guess_text import gives_hint, opening_chat
-from deltawire_environment.worlds.wordlist import WordList, load_words
+from deltawire_environment.worlds.wordlist import Lexicon, WordList, load_words
 
 _ACTION_SCHEMA: dict[str, JsonValue] = {
     "type": "object",
@@ -41,7 +41,7 @@ class GuessWorld(World):
             config=config,
             texts=self.texts,
             allowed=self.words.allowed,
-            rewarded=self.words.allowed - shown,
+            rewarded=Lexicon(self.words.allowed - shown),
             hinted=gives_hint(self.texts),
         )
 

@@ -11,6 +11,7 @@ from deltawire_environment.worlds.guess_config import GuessConfig
 from deltawire_environment.worlds.guess_reward import Score, final_reward, grade
 from deltawire_environment.worlds.guess_text import GuessTexts, board
 from deltawire_environment.worlds.marks import closeness, marks
+from deltawire_environment.worlds.wordlist import Lexicon
 
 LETTERS = 5
 _IN_BRACKETS = re.compile(r"\[(\w+)\]")
@@ -26,7 +27,7 @@ class Rules:
     texts: GuessTexts
     allowed: frozenset[str]
     """Everything that counts as a word."""
-    rewarded: frozenset[str]
+    rewarded: Lexicon
     """Words that the graded reward pays for: not the ones the prompt shows."""
     hinted: bool
     """Whether the player is told the first letter."""
@@ -52,7 +53,7 @@ class Game(Episode):
                 message,
                 secret=self._secret,
                 earlier=self._said,
-                words=self._rules.rewarded,
+                lexicon=self._rules.rewarded,
                 hinted=self._rules.hinted,
                 weights=self._rules.config.grades,
             )

@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from deltawire_environment.worlds.marks import closeness, marks
+from deltawire_environment.worlds.wordlist import Lexicon
 
 RewardKind = Literal["binary", "partial", "textarena", "graded"]
 
@@ -25,11 +26,14 @@ class GradeWeights(BaseModel):
 
     only: float = 0.05
     """Nothing outside the brackets."""
-    near: float = 0.2
+    near: float = 0.15
     """Five letters; less for each one too many or too few."""
     hint: float = 0.15
     """Keeps the hint; given to every guess where there is none."""
-    listed: float = 0.4
+    begun: float = 0.25
+    """Share of the letters beyond the hint, from the left, that some word begins with: a slope
+    from random letters to words, which a policy that spells too seldom gets right to learn from."""
+    listed: float = 0.2
     """A word, and not one that the prompt shows."""
     greens: float = 0.2
     """Share of right places beyond the hint."""
@@ -86,11 +90,11 @@ def grade(
     *,
     secret: str,
     earlier: Collection[str],
-    words: Collection[str],
+    lexicon: Lexicon,
     hinted: bool,
     weights: GradeWeights,
 ) -> float:
-    """Points of one guess, between 0 and 1. `words` are the ones worth points for being a word."""
+    """Points of one guess, between 0 and 1. `lexicon` has the words worth points for being one."""
     pairs = _PAIRS.findall(message)
     word = pairs[0] if len(pairs) == 1 else ""
     if not re.fullmatch("[a-z]+", word) or word in earlier:
@@ -99,9 +103,10 @@ def grade(
     points += weights.near * max(0.0, 1.0 - abs(len(word) - len(secret)) / 4)
     if hinted and word[0] != secret[0]:
         return points
+    given = int(hinted)
     points += weights.hint
-    if word in words:
-        given = int(hinted)
+    points += weights.begun * max(0, lexicon.begun(word) - given) / (len(secret) - given)
+    if word in lexicon.words:
         right = marks(secret, word).count("G") - given
         points += weights.listed + weights.greens * right / (len(secret) - given)
     return points

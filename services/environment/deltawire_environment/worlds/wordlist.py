@@ -1,6 +1,7 @@
 """The two word lists: secrets, and everything that counts as a word."""
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -16,6 +17,23 @@ class WordList:
     """Split -> secrets in one fixed order, shuffled: tasks in a row must not look alike."""
     allowed: frozenset[str]
     """Every five-letter guess that is a word; holds all secrets."""
+
+
+class Lexicon:
+    """A set of words that also knows how far any letters follow one of them."""
+
+    def __init__(self, words: Iterable[str]) -> None:
+        self.words = frozenset(words)
+        self._beginnings = frozenset(
+            word[:end] for word in self.words for end in range(len(word) + 1)
+        )
+
+    def begun(self, letters: str) -> int:
+        """How many of the letters, from the left, some word begins with."""
+        kept = len(letters)
+        while letters[:kept] not in self._beginnings:
+            kept -= 1
+        return kept
 
 
 def held_out(word: str) -> bool:
