@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import json
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +33,9 @@ JOB = Path(__file__).parent / "learning" / "jobs" / "lower_case.py"
 RESULTS = Path(__file__).parent / "results"
 VERSIONS = 16
 OLD = f"train.max_staleness={VERSIONS}"
-COMMON = ("train.steps=40",)
+STILL_S = 5.0
+"""A queue that nothing came to for so long is as full as it gets."""
+COMMON = ("train.steps=40", "train.lr=2e-2")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,17 +72,23 @@ ARMS = (
 
 
 class FullQueue:
-    """Streams that hand out a step's groups only while a whole queue of them waits."""
+    """Streams that hand out a step's groups only while a whole queue of them waits, or as many as
+    the guard still lets be made: the queue no longer grows."""
 
     def __init__(self, streams: TrainerStreams, *, queue: int, at_once: int, total: int) -> None:
         self._streams, self._queue, self._at_once, self._left = streams, queue, at_once, total
+        self._waiting, self._grew = 0, time.monotonic()
 
     def __getattr__(self, name: str) -> object:
         return getattr(self._streams, name)
 
     async def read(self, *, limit: int, timeout_s: float) -> list[DeliveredGroup]:
         """As TrainerStreams.read, later. The last groups of a run have no queue behind them."""
-        if (await self._streams.depth()).groups_unread < min(self._queue, self._left):
+        waiting = (await self._streams.depth()).groups_unread
+        if waiting != self._waiting:
+            self._waiting, self._grew = waiting, time.monotonic()
+        growing = waiting == 0 or time.monotonic() - self._grew < STILL_S
+        if waiting < min(self._queue, self._left) and growing:
             await asyncio.sleep(min(timeout_s, 0.1))
             return []
         found = await self._streams.read(limit=min(limit, self._at_once), timeout_s=timeout_s)

@@ -16,7 +16,7 @@ job = Job(
     ),
     sampling={"temperature": 1.0, "max_new_tokens": 8},
     train={
-        "steps": 8,
+        "steps": 24,
         "groups_per_step": 4,
         "group_size": 4,
         "lr": 5e-5,
