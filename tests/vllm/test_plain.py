@@ -114,4 +114,7 @@ def test_an_update_needs_only_bucket_coordinates_and_a_bad_one_changes_nothing(
         patched = tokens_of(client)
 
     assert patched != base_tokens
-    assert patched == fresh.ask(run.export())[0]
+    checkpoint = run.export()
+    assert patched == fresh.ask(checkpoint)[0]
+    with plain_server(checkpoint, run, tmp_path / "fresh.log") as client:
+        assert patched == tokens_of(client)
