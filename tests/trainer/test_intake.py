@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltawire.job.spec import JobSpec, TrainSpec
+from deltawire.protocol.errors import StreamUnavailable
 from deltawire.protocol.rollouts import Rollout, RolloutGroup, Sequence, Task
 from deltawire.protocol.versions import PolicyVersion, VersionSpan
 from deltawire.streams.base import DeliveredGroup
@@ -38,6 +39,11 @@ def rollout(name: str, *, version: int = 0, reward: float = 0.0, **options: obje
     return Rollout.model_validate(fields)
 
 
+def sequence_with(**fields: object) -> Sequence:
+    """The sequence of `rollout`, with something more said of it."""
+    return rollout("x").sequences[0].model_copy(update=fields)
+
+
 def group(group_id: str, *rollouts: Rollout, **options: object) -> RolloutGroup:
     made = list(rollouts) or [rollout(f"{group_id}.{n}", reward=float(n)) for n in range(3)]
     fields: dict[str, object] = {
@@ -57,6 +63,8 @@ class Recorder:
         self.queue: list[DeliveredGroup] = []
         self.acked: list[str] = []
         self.dead: list[tuple[str, str]] = []
+        self.fails: list[BaseException] = []
+        """What the next calls raise that tell the streams something."""
 
     def deliver(self, entry_id: str, what: RolloutGroup, *, redelivered: bool = False) -> None:
         self.queue.append(DeliveredGroup(entry_id=entry_id, group=what, redelivered=redelivered))
@@ -66,9 +74,13 @@ class Recorder:
         return taken
 
     async def ack(self, entry_ids: list[str]) -> None:
+        if self.fails:
+            raise self.fails.pop()
         self.acked += entry_ids
 
     async def dead_letter(self, delivered: DeliveredGroup, *, reason: str) -> None:
+        if self.fails:
+            raise self.fails.pop()
         self.dead.append((delivered.entry_id, reason))
 
 
@@ -110,8 +122,8 @@ def rig(make_rig: Callable[..., Rig]) -> Rig:
     return make_rig()
 
 
-async def take(rig: Rig, count: int, *, live: int = 0, bound: int = 1) -> list[str]:
-    groups = await rig.intake.batch(count, live_version=live, max_staleness=bound)
+def take(rig: Rig, count: int, *, live: int = 0, bound: int = 1) -> list[str]:
+    groups = rig.intake.batch(count, live_version=live, max_staleness=bound)
     rig.ledger.train([g.group.group_id for g in groups], step=1)
     return [g.group.group_id for g in groups]
 
@@ -125,7 +137,7 @@ async def test_errors_of_dropped_groups_are_kept_for_the_record_of_the_next_step
     rig.streams.deliver("1", group("a", *failed, late))
     await rig.read_all()
     assert rig.intake.rollouts_held == 3
-    assert await take(rig, 1) == []
+    assert take(rig, 1) == []
 
     assert (rig.intake.rollouts_held, rig.intake.errors.total) == (0, 3)
     taken = rig.intake.take_errors()
@@ -198,6 +210,9 @@ def test_whether_rewards_differ_is_asked_of_the_chosen_agents() -> None:
             ],
         ),
         rollout("x", sequences=[Sequence(token_ids=[1], loss_mask=[1], logprobs=[-1.0], spans=[])]),
+        rollout("x", sequences=[sequence_with(token_rewards=[1.0])]),
+        rollout("x", sequences=[sequence_with(sampling_mask=[[2, 99], [3]])]),
+        rollout("x", sequences=[sequence_with(sampling_mask=[[2], []])]),
     ],
 )
 def test_a_broken_rollout_is_left_out_and_its_group_goes_on(broken: Rollout) -> None:
@@ -229,7 +244,7 @@ async def test_groups_are_taken_in_order_of_arrival_and_acked_by_a_checkpoint(ri
         rig.streams.deliver(f"e-{name}", group(name))
     await rig.read_all()
 
-    assert await take(rig, 2) == ["a", "b"]
+    assert take(rig, 2) == ["a", "b"]
     assert rig.streams.acked == []
 
     contained = rig.intake.trained_entries()
@@ -242,7 +257,7 @@ async def test_too_few_groups_are_kept_for_later(rig: Rig) -> None:
     rig.streams.deliver("e-a", group("a"))
     await rig.read_all()
 
-    assert await take(rig, 2) == []
+    assert take(rig, 2) == []
     assert rig.intake.held == 1
 
 
@@ -250,9 +265,9 @@ async def test_groups_taken_after_a_checkpoint_began_are_not_acked_by_it(rig: Ri
     rig.streams.deliver("e-a", group("a"))
     rig.streams.deliver("e-b", group("b"))
     await rig.read_all()
-    await take(rig, 1)
+    take(rig, 1)
     contained = rig.intake.trained_entries()
-    await take(rig, 1)
+    take(rig, 1)
 
     await rig.intake.ack_trained(contained)
 
@@ -264,13 +279,13 @@ async def test_a_second_delivery_of_a_trained_group_is_not_acked_before_its_chec
 ) -> None:
     rig.streams.deliver("e-a", group("a"))
     await rig.read_all()
-    await take(rig, 1)
+    take(rig, 1)
 
     rig.streams.deliver("e-a", group("a"), redelivered=True)
     await rig.read_all()
 
     assert rig.streams.acked == []
-    assert await take(rig, 1) == []
+    assert take(rig, 1) == []
     assert rig.intake.duplicates == 1
 
 
@@ -289,13 +304,65 @@ async def test_a_drop_is_in_the_journal_before_it_is_acked(rig: Rig) -> None:
     rig.streams.deliver("e-a", group("a"))
     await rig.read_all()
 
-    assert await take(rig, 1, live=9) == []
+    assert take(rig, 1, live=9) == []
 
     (event,) = rig.journal.events()
     assert isinstance(event, Dropped)
     assert (event.group_id, event.reason) == ("a", "stale")
+    assert rig.ledger.counts().dropped == {"stale": 1}
+    await rig.read_all()
+    assert rig.streams.acked == ["e-a"]
+
+
+async def test_a_group_is_dropped_while_the_streams_are_away_and_acked_when_they_answer(
+    rig: Rig,
+) -> None:
+    rig.streams.deliver("e-a", group("a"))
+    await rig.read_all()
+    rig.streams.fails = [StreamUnavailable("away")]
+
+    assert take(rig, 1, live=9) == []
+    with pytest.raises(StreamUnavailable):
+        await rig.read_all()
+    await rig.read_all()
+
     assert rig.streams.acked == ["e-a"]
     assert rig.ledger.counts().dropped == {"stale": 1}
+
+
+@pytest.mark.parametrize("cut", [StreamUnavailable("away"), asyncio.CancelledError()])
+async def test_what_came_with_a_group_that_could_not_be_acked_is_not_lost(
+    rig: Rig, cut: BaseException
+) -> None:
+    """Streams give an entry to a process once: what was delivered must not be forgotten here."""
+    rig.streams.deliver("e-x", group("x", purpose="eval"))
+    rig.streams.deliver("e-a", group("a"))
+    rig.streams.deliver("e-b", group("b"))
+    rig.streams.fails = [cut]
+
+    with pytest.raises(type(cut)):
+        await rig.read_all()
+    await rig.read_all()
+
+    assert take(rig, 2) == ["a", "b"]
+    assert rig.streams.acked == ["e-x"]
+    assert rig.intake.duplicates == 0
+
+
+@pytest.mark.parametrize("cut", [StreamUnavailable("away"), asyncio.CancelledError()])
+async def test_what_came_with_a_group_that_could_not_be_set_aside_is_not_lost(
+    rig: Rig, cut: BaseException
+) -> None:
+    rig.streams.deliver("e-x", group("x", run_id="other"))
+    rig.streams.deliver("e-a", group("a"))
+    rig.streams.fails = [cut]
+
+    with pytest.raises(type(cut)):
+        await rig.read_all()
+    await rig.read_all()
+
+    assert take(rig, 1) == ["a"]
+    assert rig.streams.dead == [("e-x", "of run 'other'")]
 
 
 async def test_without_a_journal_what_was_delivered_before_is_never_trained_on(
@@ -306,7 +373,7 @@ async def test_without_a_journal_what_was_delivered_before_is_never_trained_on(
     rig.streams.deliver("e-b", group("b"))
     await rig.read_all()
 
-    assert await take(rig, 1) == ["b"]
+    assert take(rig, 1) == ["b"]
     assert rig.ledger.counts().dropped == {"uncertain": 1}
 
 
@@ -381,7 +448,7 @@ async def _play(rig: Rig, drawn: list[tuple[int, int, int, str, bool]], order: l
             case "read":
                 await rig.read_all()
             case "take":
-                trained += await take(rig, 1, live=live // 3, bound=2)
+                trained += take(rig, 1, live=live // 3, bound=2)
             case "checkpoint":
                 contained = rig.intake.trained_entries()
                 await rig.intake.ack_trained(contained)

@@ -114,7 +114,7 @@ class Feeder:
         give_up_at = time.monotonic() + timeout_s
         while True:
             self._arrived.clear()
-            groups = await self.intake.batch(
+            groups = self.intake.batch(
                 self._job.train.groups_per_step,
                 live_version=position.live_version,
                 max_staleness=self._guard.allowed_staleness(self._job.train.max_staleness),

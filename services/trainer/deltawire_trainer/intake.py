@@ -6,6 +6,7 @@ checkpoint contains it (see checkpointing.py). Bad groups never stop the trainer
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -115,7 +116,8 @@ def _has_agent(rollout: Rollout, agents: tuple[str, ...]) -> bool:
 
 
 def is_sound(rollout: Rollout, *, vocabulary: int) -> bool:
-    """Whether a rollout can be trained on: no error, finite numbers, ids the model knows."""
+    """Whether a rollout can be trained on: no error, finite numbers, ids the model knows, as many
+    scores as tokens."""
     return (
         rollout.status != "error"
         and math.isfinite(rollout.reward)
@@ -125,12 +127,17 @@ def is_sound(rollout: Rollout, *, vocabulary: int) -> bool:
 
 
 def _sequence_is_sound(sequence: TokenSequence, vocabulary: int) -> bool:
+    scores = sequence.token_rewards
     return (
         math.isfinite(sequence.reward)
-        and all(math.isfinite(score) for score in sequence.token_rewards or ())
+        and (scores is None or len(scores) == len(sequence.token_ids))
+        and all(math.isfinite(score) for score in scores or ())
         and all(math.isfinite(turn.reward or 0.0) for turn in sequence.turns)
         and all(math.isfinite(logprob) for logprob in sequence.logprobs)
         and all(0 <= token < vocabulary for token in sequence.token_ids)
+        and all(
+            ids and min(ids) >= 0 and max(ids) < vocabulary for ids in sequence.sampling_mask or ()
+        )
     )
 
 
@@ -153,8 +160,13 @@ class Intake:
         self._rules = rules
         self._run_id = run_id
         self._trusts_redelivered = trusts_redelivered
+        self._arrived: deque[DeliveredGroup] = deque()
+        """Delivered, which streams do once in a process, and not sorted yet."""
         self._held: dict[str, DeliveredGroup] = {}
         self._to_ack: dict[str, None] = {}
+        """Entries that wait for a checkpoint."""
+        self._settled: dict[str, None] = {}
+        """Entries that wait for nothing but streams that answer."""
         self.duplicates = 0
         """Deliveries of groups that already had their fate."""
         self.errors = ErrorTally()
@@ -182,22 +194,28 @@ class Intake:
         return group_id in self._held
 
     async def read(self, *, timeout_s: float, limit: int = 64) -> int:
-        """Take delivery of what has arrived. Returns how many entries that were."""
-        arrived = await self._streams.read(limit=limit, timeout_s=timeout_s)
-        for delivered in arrived:
-            await self._receive(delivered)
-        return len(arrived)
+        """Take delivery of what has arrived. Returns how many entries that were.
+
+        Where it is cut short (streams that do not answer, a cancellation) the next call goes on.
+        """
+        if not self._arrived:
+            self._arrived += await self._streams.read(limit=limit, timeout_s=timeout_s)
+        taken = 0
+        while self._arrived:
+            await self._receive(self._arrived[0])
+            self._arrived.popleft()
+            taken += 1
+        await self._ack_settled()
+        return taken
 
     async def drain(self) -> None:
         """Take delivery of everything there is: what an earlier process had not acked, and more."""
         while await self.read(timeout_s=0.0):
             pass
 
-    async def batch(
-        self, count: int, *, live_version: int, max_staleness: int
-    ) -> list[UsableGroup]:
+    def batch(self, count: int, *, live_version: int, max_staleness: int) -> list[UsableGroup]:
         """The `count` oldest usable groups, or nothing while there are fewer. Drops the rest that
-        cannot be used any more."""
+        cannot be used any more; the next `read` acks them."""
         usable = []
         for group_id, delivered in list(self._held.items()):
             verdict = judge(
@@ -210,7 +228,7 @@ class Intake:
                 usable.append(UsableGroup(delivered=delivered, keep=verdict.keep))
             else:
                 del self._held[group_id]
-                await self._drop(delivered, verdict.reason)
+                self._drop(delivered, verdict.reason)
         if len(usable) < count:
             return []
         return self._take(usable[:count])
@@ -239,15 +257,17 @@ class Intake:
 
     async def ack_trained(self, entry_ids: list[str]) -> None:
         """A checkpoint holds these groups: the streams may forget them."""
-        await self._ack(entry_ids)
+        if entry_ids:
+            await self._streams.ack(entry_ids)
         for entry_id in entry_ids:
             self._to_ack.pop(entry_id, None)
 
     async def drop_all(self, reason: str) -> None:
         """Give every held group the same end."""
-        for delivered in list(self._held.values()):
-            await self._drop(delivered, reason)
+        for delivered in self._held.values():
+            self._drop(delivered, reason)
         self._held.clear()
+        await self._ack_settled()
 
     def _take(self, groups: list[UsableGroup]) -> list[UsableGroup]:
         for usable in groups:
@@ -261,7 +281,7 @@ class Intake:
         if group.purpose == "eval":
             if self.on_eval is not None:
                 self.on_eval(group)
-            await self._ack([delivered.entry_id])
+            self._settled[delivered.entry_id] = None
             return
         if group.run_id not in ("", self._run_id):
             await self._streams.dead_letter(delivered, reason=f"of run {group.run_id!r}")
@@ -271,13 +291,13 @@ class Intake:
         elif self._ledger.fate(group.group_id) in ("trained", "dropped"):
             # Settled, and its ack was cut short.
             self.duplicates += 1
-            await self._ack([delivered.entry_id])
+            self._settled[delivered.entry_id] = None
         elif group.group_id in self._held:
             self.duplicates += 1
-            await self._ack([delivered.entry_id])
+            self._settled[delivered.entry_id] = None
         elif delivered.redelivered and not self._trusts_redelivered:
             # A trainer whose journal is gone may have trained on it: never twice.
-            await self._drop(delivered, "uncertain")
+            self._drop(delivered, "uncertain")
         else:
             self._ledger.adopt(group.group_id)
             self._held[group.group_id] = delivered
@@ -289,16 +309,18 @@ class Intake:
             held is not None and held.entry_id == delivered.entry_id
         )
 
-    async def _drop(self, delivered: DeliveredGroup, reason: str) -> None:
+    def _drop(self, delivered: DeliveredGroup, reason: str) -> None:
         group_id = delivered.group.group_id
         adopted = self._ledger.fate(group_id) == "unknown"
         self._journal.append(Dropped(group_id=group_id, reason=reason, adopted=adopted))
         self._ledger.adopt(group_id)
         self._ledger.drop(group_id, reason)
         self.errors.add(delivered.group.rollouts)
-        await self._ack([delivered.entry_id])
+        self._settled[delivered.entry_id] = None
 
-    async def _ack(self, entry_ids: Iterable[str]) -> None:
-        entries = list(entry_ids)
+    async def _ack_settled(self) -> None:
+        entries = list(self._settled)
         if entries:
             await self._streams.ack(entries)
+        for entry_id in entries:
+            del self._settled[entry_id]
