@@ -9,7 +9,7 @@ from pydantic import SecretStr
 
 from deltawire.job.spec import JobSpec
 from deltawire.protocol.control import TOKEN_HEADER, TrainerStatus
-from deltawire.protocol.errors import SettingsError
+from deltawire.protocol.errors import SettingsError, StreamError
 from deltawire.protocol.rollouts import RolloutGroup, Task
 from deltawire.service.metrics import Metrics
 from deltawire.store.open import open_store
@@ -70,6 +70,26 @@ async def test_a_run_that_could_not_be_opened_stays_visible_with_its_reason(
 
     assert status.state == "failed"
     assert "not a folder" in status.reason
+
+
+@pytest.mark.parametrize("path", ["/sync", "/pause", "/resume", "/stop"])
+async def test_a_run_that_failed_acknowledges_no_command(trainer: Trainer, path: str) -> None:
+    with pytest.raises(StreamError):
+        await trainer.run(_FailedLoop())  # type: ignore[arg-type]
+    trainer.fail("StreamError: gone")
+
+    async with client(trainer) as http:
+        refused = await http.post(path)
+
+    assert refused.status_code == 503
+    assert "StreamError: gone" in refused.json()["detail"]
+
+
+class _FailedLoop:
+    """A loop whose journal and threads are gone: nothing of it may be called."""
+
+    async def run(self) -> None:
+        raise StreamError("gone")
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """A trainer that comes back: same weights, no group twice, none lost, versions without a gap."""
 
+import asyncio
 import shutil
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,25 +13,35 @@ from safetensors.torch import load_file
 
 from deltawire.codec.bits import bits_of
 from deltawire.job.spec import TrainSpec
-from deltawire.protocol.control import TrainerStatus
-from deltawire.protocol.errors import StoreError
+from deltawire.protocol.control import SyncRecord, TrainerStatus
+from deltawire.protocol.errors import MalformedMessage, StoreError
 from deltawire.protocol.rollouts import Rollout, RolloutGroup, Sequence, Ticket
 from deltawire.protocol.versions import PolicyVersion, VersionSpan
+from deltawire.service.metrics import Metrics
 from deltawire.store.open import open_store
 from deltawire.streams.base import ProducerStreams
 from deltawire.streams.memory import MemoryStreams
 from deltawire_trainer.checkpointing import Checkpointing
 from deltawire_trainer.checkpoints import Checkpoints
-from deltawire_trainer.journal import Dropped, Issued, Journal, RolledBack, Trained
+from deltawire_trainer.journal import Dropped, Issued, Journal, RolledBack, Synced, Trained
 from deltawire_trainer.learner import Learner
 from deltawire_trainer.optimizer import build_optimizer
 from deltawire_trainer.policy import Policy
-from deltawire_trainer.resume import recover
+from deltawire_trainer.resume import last_published, recover
+from deltawire_trainer.service import train
 from deltawire_trainer.settings import TrainerSettings
 
 from .conftest import VOCABULARY, OpenStreams, tiny_llama
 from .player import PROMPT, Player
-from .rig import RUN, make_job, make_settings, playing, train_to_the_end
+from .rig import (
+    RUN,
+    blank_record,
+    make_job,
+    make_settings,
+    make_trainer,
+    playing,
+    train_to_the_end,
+)
 
 
 class Script(Player):
@@ -300,6 +312,55 @@ def test_old_checkpoints_make_room(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
 
 
+def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None:
+    """Names are longer from a million steps on."""
+    policy = Policy(tiny_llama())
+    optimizer = build_optimizer(policy, make_job(tmp_path).train)
+    checkpoints = Checkpoints(tmp_path)
+
+    for step in (999_998, 999_999, 1_000_000):
+        checkpoints.write(run_id=RUN, step=step, version=step, policy=policy, optimizer=optimizer)
+
+    assert checkpoints.newest() == tmp_path / "step_1000000"
+    assert {path.name for path in tmp_path.iterdir()} == {"step_999999", "step_1000000"}
+
+
+async def test_a_stop_that_was_acknowledged_holds_for_the_process_that_goes_on(
+    tmp_path: Path, base: Path
+) -> None:
+    settings, streams, job = make_settings(tmp_path), MemoryStreams(), make_job(base, steps=4)
+    killed = make_trainer(settings, job)
+    store = open_store(settings.store)
+    running = asyncio.create_task(train(killed, settings, store, streams, Metrics("trainer")))
+    while killed.state != "waiting":
+        assert not running.done()
+        await asyncio.sleep(0.01)
+    killed.running().stop("stopped on request")
+    running.cancel()
+    with suppress(asyncio.CancelledError):
+        await running
+
+    async with playing(script(settings, streams, tmp_path / "replica")):
+        resumed = await train_to_the_end(settings, job, streams)
+
+    assert (resumed.state, resumed.reason) == ("finished", "stopped on request")
+    assert (resumed.step, resumed.groups.open, resumed.groups.lost) == (0, 0, 0)
+
+
+async def test_a_run_that_is_over_takes_a_stop_and_changes_nothing(
+    tmp_path: Path, base: Path
+) -> None:
+    settings, streams, job = make_settings(tmp_path), MemoryStreams(), make_job(base, steps=1)
+    trainer = make_trainer(settings, job)
+    store = open_store(settings.store)
+    async with playing(script(settings, streams, tmp_path / "replica")):
+        assert await train(trainer, settings, store, streams, Metrics("trainer")) == 0
+
+    trainer.running().stop("too late")
+
+    assert ((await trainer.status()).state, (await trainer.status()).reason) == ("finished", "")
+
+
 @pytest.mark.parametrize("cut", [1, 5, 20])
 def test_a_journal_line_cut_short_by_a_crash_is_taken_away(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "journal.jsonl"
@@ -315,12 +376,66 @@ def test_a_journal_line_cut_short_by_a_crash_is_taken_away(tmp_path: Path, cut: 
     assert kinds == ["issued", "dropped"]
 
 
-def test_steps_after_the_checkpoint_are_open_again_and_in_order(tmp_path: Path) -> None:
-    def trained(step: int) -> Trained:
-        from .rig import blank_record
+_EVALUATED_OF_OLD = b'{"kind":"evaluated","version":2,"reward":0.5,"episodes":4,"expected":4}\n'
 
-        return Trained(record=blank_record(step), live_version=step, groups={f"g{step}": [0]})
 
+@pytest.mark.parametrize("followed", [True, False])
+def test_a_journal_of_another_version_is_told_by_its_line_and_kept(
+    tmp_path: Path, followed: bool
+) -> None:
+    path = tmp_path / "journal.jsonl"
+    with Journal(path) as journal:
+        journal.append(Issued(ids=["a"]))
+    written = path.read_bytes() + _EVALUATED_OF_OLD
+    if followed:
+        written += b'{"kind":"issued","ids":["b"]}\n'
+    path.write_bytes(written)
+
+    with (
+        Journal(path) as journal,
+        pytest.raises(MalformedMessage, match=r"journal\.jsonl, line 2: .*evaluated\.record"),
+    ):
+        recover(journal.events(), checkpoint_step=0)
+    assert path.read_bytes() == written
+
+
+async def test_a_run_whose_journal_cannot_be_read_says_so_and_is_not_started_again(
+    tmp_path: Path, base: Path
+) -> None:
+    settings = make_settings(tmp_path)
+    settings.run_dir.mkdir()
+    (settings.run_dir / "journal.jsonl").write_bytes(_EVALUATED_OF_OLD)
+    trainer, store = make_trainer(settings, make_job(base)), open_store(settings.store)
+
+    async with asyncio.timeout(120):
+        code = await train(trainer, settings, store, MemoryStreams(), Metrics("trainer"))
+
+    assert code == 2
+    assert trainer.failure.startswith("MalformedMessage: ")
+    assert "TRAINER_TAKE_OVER" in trainer.failure
+
+
+def trained(step: int) -> Trained:
+    return Trained(record=blank_record(step), live_version=step, groups={f"g{step}": [0]})
+
+
+def test_steps_whose_version_came_late_count_as_published_with_it() -> None:
+    """The sync of step 2 failed, so step 3 was published as the version meant for step 2."""
+    late = SyncRecord.model_validate(
+        dict.fromkeys(SyncRecord.model_fields, 0)
+        | {"version": 2, "kind": "delta"}
+        | {"encoding": "seed", "key": "", "encoding_reason": ""}
+    )
+
+    state = recover(
+        [trained(1), trained(2), trained(3), Synced(step=3, record=late)], checkpoint_step=0
+    )
+
+    assert [record.version for record in state.history(3)] == [1, 2, 2]
+    assert last_published(state.steps.values(), version=2) == 3
+
+
+def test_steps_after_the_checkpoint_are_open_again_and_in_order() -> None:
     events = [
         Issued(ids=["g1", "g2", "g3", "g4"]),
         trained(1),

@@ -87,7 +87,10 @@ def control_routes(trainer: Trainer) -> APIRouter:
 
     @router.post(STOP)
     async def stop() -> Acknowledged:
-        """End the run after the step in flight, as if it were the last one."""
+        """End the run after the step in flight, as if it were the last one.
+
+        For good: a trainer that is killed and started again ends the run as well.
+        """
         trainer.running().stop("stopped on request")
         return Acknowledged(state=trainer.state)
 
@@ -101,7 +104,7 @@ def view_routes(trainer: Trainer) -> APIRouter:
     @router.get("/versions")
     async def versions() -> list[PublishedVersion]:
         """The live chain, oldest first."""
-        links = trainer.running().publishing.publisher.head.links
+        links = trainer.opened().publishing.publisher.head.links
         return [
             PublishedVersion.model_validate(link.model_dump(include=_SHOWN_OF_A_LINK))
             for link in sorted(links, key=lambda link: (link.version, link.kind))

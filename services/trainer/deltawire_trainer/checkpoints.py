@@ -47,7 +47,7 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint."""
-        return max(self._complete(), default=None)
+        return max(self._complete(), key=_step_of, default=None)
 
     def write(
         self,
@@ -87,7 +87,7 @@ class Checkpoints:
             raise StoreError(
                 f"checkpoint of step {step} could not be written to {self.folder}: {error}"
             ) from error
-        for old in sorted(self._complete())[:-_KEEP]:
+        for old in sorted(self._complete(), key=_step_of)[:-_KEEP]:
             shutil.rmtree(old, ignore_errors=True)
         return target
 
@@ -112,6 +112,10 @@ class Checkpoints:
 
     def _complete(self) -> Iterable[Path]:
         return [path for path in self.folder.glob("step_*") if (path / _STATE).is_file()]
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step_"))
 
 
 def _moments(

@@ -5,6 +5,7 @@ crash the steps since the last checkpoint are made again from the same groups (w
 still hold, un-acked) and end in the same weights. And it is what people read afterwards.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Annotated, BinaryIO, Literal, Self
 from pydantic import Field, TypeAdapter, ValidationError
 
 from deltawire.protocol.control import EvalRecord, StepRecord, SyncRecord
+from deltawire.protocol.errors import MalformedMessage
 from deltawire.protocol.wire_model import OpenWireModel
 
 
@@ -74,8 +76,15 @@ class Evaluated(OpenWireModel):
     record: EvalRecord
 
 
+class Stopped(OpenWireModel):
+    """Somebody asked for the end of the run: no process of it trains on."""
+
+    kind: Literal["stopped"] = "stopped"
+    reason: str
+
+
 Event = Annotated[
-    TakenOver | Issued | Dropped | Trained | Synced | RolledBack | Evaluated,
+    TakenOver | Issued | Dropped | Trained | Synced | RolledBack | Evaluated | Stopped,
     Field(discriminator="kind"),
 ]
 _EVENT: TypeAdapter[Event] = TypeAdapter(Event)
@@ -97,10 +106,14 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def events(self) -> Iterator[Event]:
-        """Everything written so far, oldest first."""
+        """Everything written so far, oldest first. Raises MalformedMessage for a line that this
+        version does not know."""
         with self.path.open("rb") as lines:
-            for line in lines:
-                yield _EVENT.validate_json(line)
+            for number, line in enumerate(lines, start=1):
+                try:
+                    yield _EVENT.validate_json(line)
+                except ValidationError as error:
+                    raise _unknown(self.path, number, line, error) from error
 
     def close(self) -> None:
         """Let go of the file."""
@@ -117,10 +130,25 @@ class Journal:
         whole = self.path.read_bytes()
         end = whole.rfind(b"\n") + 1
         last = whole[whole.rfind(b"\n", 0, max(0, end - 1)) + 1 : end]
-        if last:
-            try:
-                _EVENT.validate_json(last)
-            except ValidationError:
-                end -= len(last)
+        if last and not _is_json(last):
+            end -= len(last)
         if end != len(whole):
             self._file.truncate(end)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except ValueError:
+        return False
+    return True
+
+
+def _unknown(path: Path, number: int, line: bytes, error: ValidationError) -> MalformedMessage:
+    found = error.errors(include_url=False, include_input=False)[0]
+    return MalformedMessage(
+        f"{path}, line {number}: {'.'.join(map(str, found['loc']))}: {found['msg']}; another "
+        "version of deltawire wrote it: go on with that one, or move the run folder away and take "
+        "the run over from its bucket (TRAINER_TAKE_OVER=true)",
+        raw=line,
+    )

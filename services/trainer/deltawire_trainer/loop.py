@@ -32,7 +32,7 @@ from deltawire_trainer.events import EventHub
 from deltawire_trainer.feeder import Feeder, Position
 from deltawire_trainer.guard import Guard, GuardStopped, Signals
 from deltawire_trainer.intake import UsableGroup
-from deltawire_trainer.journal import Evaluated, RolledBack, Synced, Trained
+from deltawire_trainer.journal import Evaluated, RolledBack, Stopped, Synced, Trained
 from deltawire_trainer.ledger import Ledger
 from deltawire_trainer.memory import training_memory
 from deltawire_trainer.opening import OpenRun
@@ -87,7 +87,7 @@ class TrainingLoop:
         self._steps_since_sync = 0
         self._evaluated = self.version if run.recovered.steps or run.took_over else -1
         """No version up to this one is still to be evaluated."""
-        self._stop_reason = ""
+        self._stop_reason = run.recovered.stop_reason
         self._guard_says = ""
         self._unpaused = asyncio.Event()
         self._unpaused.set()
@@ -127,9 +127,15 @@ class TrainingLoop:
         self._unpaused.set()
 
     def stop(self, reason: str) -> None:
-        """End the run after the step in flight, as if it were the last one."""
-        self._stop_reason = reason
-        self.resume()
+        """End the run after the step in flight, as if it were the last one.
+
+        On disk when this returns: a process that goes on with the run trains no more.
+        """
+        if self.state in ("finished", "failed"):
+            return
+        if reason != self._stop_reason:
+            self._run.journal.append(Stopped(reason=reason))
+        self._end_early(reason)
 
     async def sync_now(self) -> WeightNotice | None:
         """Publish what is not yet published; coordinates of the newest version."""
@@ -293,6 +299,10 @@ class TrainingLoop:
             self._run.journal.append(Evaluated(record=result))
             self.events.publish("eval", result)
 
+    def _end_early(self, reason: str) -> None:
+        self._stop_reason = reason
+        self.resume()
+
     def _heed_guard(self, record: StepRecord) -> None:
         verdict = self._guard.observe(
             Signals(
@@ -304,7 +314,7 @@ class TrainingLoop:
         )
         if verdict.action == "stop":
             self._guard_says = verdict.reason
-            self.stop(f"guard: {verdict.reason}")
+            self._end_early(f"guard: {verdict.reason}")
         elif verdict.action != "ok":
             log.warning("guard", extra={"action": verdict.action, "reason": verdict.reason})
 

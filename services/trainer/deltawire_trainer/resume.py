@@ -24,6 +24,7 @@ from deltawire_trainer.journal import (
     Event,
     Issued,
     RolledBack,
+    Stopped,
     Synced,
     TakenOver,
     Trained,
@@ -45,6 +46,8 @@ class Recovered:
     """Training tickets issued so far: the data position."""
     lineage: str = ""
     """Marks the tickets of a trainer that took the run over."""
+    stop_reason: str = ""
+    """Why the run is to train no more; empty when nobody asked for its end."""
 
     def history(self, step: int) -> list[StepRecord]:
         """Records of the steps up to and including `step`."""
@@ -59,7 +62,10 @@ class Recovered:
 
 
 def recover(events: Iterable[Event], *, checkpoint_step: int) -> Recovered:
-    """Read the journal. Groups of steps after the checkpoint count as open again."""
+    """Read the journal. Groups of steps after the checkpoint count as open again.
+
+    A step whose sync failed was published with a later one: the version is that of the sync.
+    """
     state = Recovered()
     for event in events:
         match event:
@@ -75,12 +81,14 @@ def recover(events: Iterable[Event], *, checkpoint_step: int) -> Recovered:
                 state.steps[event.record.step] = event
             case Synced(step=step, record=record) if step in state.steps:
                 made = state.steps[step]
-                kept = made.record.model_copy(update={"sync": record})
+                kept = made.record.model_copy(update={"sync": record, "version": record.version})
                 state.steps[step] = made.model_copy(update={"record": kept})
             case RolledBack(step=step):
                 state.steps = {at: made for at, made in state.steps.items() if at <= step}
             case Evaluated(record=evaluation):
                 state.evaluations.append(evaluation)
+            case Stopped(reason=reason):
+                state.stop_reason = reason
             case _:
                 pass
     for step, made in state.steps.items():

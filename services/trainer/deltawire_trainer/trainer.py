@@ -21,7 +21,7 @@ _PACE_STEPS = 8
 
 
 class NotOpen(Exception):
-    """The run is not open yet, or could not be opened: ask again."""
+    """The run is not open yet, could not be opened, or failed: ask again."""
 
 
 class Trainer:
@@ -111,11 +111,17 @@ class Trainer:
             "eta_s": seconds_left(loop.history, loop.step, self.job.train.steps),
         }
 
-    def running(self) -> TrainingLoop:
-        """The loop, for routes that act on it. Raises while there is none."""
+    def opened(self) -> TrainingLoop:
+        """The loop, for routes that look at it. Raises while there is none."""
         if self._loop is None:
             raise NotOpen(self._failure or "the run is still being opened; try again soon")
         return self._loop
+
+    def running(self) -> TrainingLoop:
+        """The loop, for routes that act on it. Raises while there is none, or when it failed."""
+        if self._failure:
+            raise NotOpen(self._failure)
+        return self.opened()
 
 
 def _errors(loop: TrainingLoop) -> dict[str, object]:
