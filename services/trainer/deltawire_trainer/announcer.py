@@ -43,10 +43,10 @@ async def announce(
 
 
 async def _tell(notice: WeightNotice, url: str, token: SecretStr | None) -> bool:
-    async with ServiceClient(url, token=token, timeout_s=_TIMEOUT_S) as client:
-        try:
+    try:
+        async with ServiceClient(url, token=token, timeout_s=_TIMEOUT_S) as client:
             receipt = await client.notify(notice)
-        except RemoteError as error:
-            log.info("notice not taken", extra={"url": url, "reason": str(error)})
-            return False
-        return receipt.accepted
+    except RemoteError as error:
+        log.info("notice not taken", extra={"url": url, "reason": str(error)})
+        return False
+    return receipt.accepted

@@ -42,14 +42,20 @@ class ServiceClient:
         timeout_s: float = _TIMEOUT_S,
         transport: httpx.AsyncBaseTransport | None = None,
     ) -> None:
-        """`headers` replace ours of the same name: a Hub token for a private Space's proxy."""
+        """`headers` replace ours of the same name: a Hub token for a private Space's proxy.
+
+        Raises RemoteError for an address that is no URL: peers tell each other's.
+        """
         self.url = url.rstrip("/")
-        self._http = httpx.AsyncClient(
-            base_url=self.url,
-            headers={**token_headers(token), **(headers or {})},
-            timeout=timeout_s,
-            transport=transport,
-        )
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=self.url,
+                headers={**token_headers(token), **(headers or {})},
+                timeout=timeout_s,
+                transport=transport,
+            )
+        except httpx.InvalidURL as error:
+            raise RemoteError(url, status=0, detail=f"not a URL: {error}") from error
 
     async def __aenter__(self) -> Self:
         return self
