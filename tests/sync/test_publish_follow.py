@@ -1,5 +1,6 @@
 """Trainer and replica through a bucket: bit-identical at every version, whatever happens."""
 
+import errno
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,10 +23,15 @@ OpenPublisher = Callable[..., Any]
 ExpectedBits = Callable[[Any], dict[str, list[int]]]
 
 
+@pytest.fixture
+def publisher(trainer: Any, open_publisher: OpenPublisher) -> Any:
+    """Of a run that the trainer has just founded."""
+    return open_publisher(trainer)
+
+
 def test_a_warm_replica_equals_the_trainer_at_every_version(
-    trainer: Any, open_publisher: OpenPublisher, replica: Any, expected_bits: ExpectedBits
+    trainer: Any, publisher: Any, replica: Any, expected_bits: ExpectedBits
 ) -> None:
-    publisher = open_publisher(trainer)
     assert replica.catch_up() == 0
     assert replica.bits() == expected_bits(trainer)
 
@@ -55,10 +61,7 @@ def test_a_late_replica_arrives_at_the_same_bits(
     assert kinds == [ObjectKind.ANCHOR, ObjectKind.DELTA]
 
 
-def test_a_version_without_changes_is_a_version(
-    trainer: Any, open_publisher: OpenPublisher, replica: Any
-) -> None:
-    publisher = open_publisher(trainer)
+def test_a_version_without_changes_is_a_version(trainer: Any, publisher: Any, replica: Any) -> None:
     published = publisher.publish(trainer.named())
 
     assert published.record.changed == 0
@@ -102,9 +105,8 @@ class _Weight:
 
 
 def test_upload_comes_before_commit_and_nothing_is_visible_between(
-    trainer: Any, open_publisher: OpenPublisher, store: Any, replica: Any
+    trainer: Any, publisher: Any, store: Any, replica: Any
 ) -> None:
-    publisher = open_publisher(trainer)
     store.events.clear()
     trainer.step()
     publisher.publish(trainer.named())
@@ -113,13 +115,8 @@ def test_upload_comes_before_commit_and_nothing_is_visible_between(
 
 
 def test_a_failed_upload_loses_nothing(
-    trainer: Any,
-    open_publisher: OpenPublisher,
-    store: Any,
-    replica: Any,
-    expected_bits: ExpectedBits,
+    trainer: Any, publisher: Any, store: Any, replica: Any, expected_bits: ExpectedBits
 ) -> None:
-    publisher = open_publisher(trainer)
     trainer.step()
     store.before["put run/deltas"] = 1
     with pytest.raises(StoreUnavailable):
@@ -134,14 +131,54 @@ def test_a_failed_upload_loses_nothing(
     assert replica.bits() == expected_bits(trainer)
 
 
-def test_an_upload_whose_commit_failed_is_never_met_again(
+def full_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("refused", ["tempfile.mkdtemp", "deltawire.sync.publisher.encode_delta"])
+def test_a_version_that_the_disk_does_not_take_is_contained_in_the_next(
     trainer: Any,
-    open_publisher: OpenPublisher,
-    store: Any,
+    publisher: Any,
     replica: Any,
     expected_bits: ExpectedBits,
+    monkeypatch: pytest.MonkeyPatch,
+    refused: str,
 ) -> None:
-    publisher = open_publisher(trainer)
+    trainer.step()
+    pending = publisher.diff(trainer.named())
+    with monkeypatch.context() as full:
+        full.setattr(refused, full_disk)
+        with pytest.raises(StoreError, match="No space left"):
+            publisher.commit(pending)
+
+    trainer.step()
+    publisher.publish(trainer.named())
+
+    assert replica.catch_up() == 1
+    assert replica.bits() == expected_bits(trainer)
+
+
+def test_an_anchor_that_the_disk_does_not_take_is_due_again_and_stops_nobody(
+    trainer: Any, open_publisher: OpenPublisher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher = open_publisher(trainer, anchor_every=1)
+    with monkeypatch.context() as full:
+        full.setattr("deltawire.sync.upload.write_anchor_shards", full_disk)
+        trainer.step()
+        publisher.publish(trainer.named())
+        publisher.wait_for_anchor()
+    trainer.step()
+    publisher.publish(trainer.named())
+    publisher.wait_for_anchor()
+
+    anchors = [link.version for link in publisher.head.links if link.kind is ObjectKind.ANCHOR]
+    assert anchors == [0, 2]
+
+
+def test_an_upload_whose_commit_failed_is_never_met_again(
+    trainer: Any, publisher: Any, store: Any, replica: Any, expected_bits: ExpectedBits
+) -> None:
     trainer.step()
     store.before["swap"] = 1
     with pytest.raises(StoreUnavailable):
@@ -157,13 +194,8 @@ def test_an_upload_whose_commit_failed_is_never_met_again(
 
 
 def test_a_commit_whose_answer_was_lost_counts_as_committed(
-    trainer: Any,
-    open_publisher: OpenPublisher,
-    store: Any,
-    replica: Any,
-    expected_bits: ExpectedBits,
+    trainer: Any, publisher: Any, store: Any, replica: Any, expected_bits: ExpectedBits
 ) -> None:
-    publisher = open_publisher(trainer)
     trainer.step()
     store.after["swap"] = 1
     with pytest.raises(StoreUnavailable):
@@ -180,9 +212,8 @@ def test_a_commit_whose_answer_was_lost_counts_as_committed(
 
 
 def test_while_the_outcome_is_unknown_nothing_goes_on(
-    trainer: Any, open_publisher: OpenPublisher, store: Any
+    trainer: Any, publisher: Any, store: Any
 ) -> None:
-    publisher = open_publisher(trainer)
     trainer.step()
     store.after["swap"] = 1
     with pytest.raises(StoreUnavailable):
@@ -195,9 +226,8 @@ def test_while_the_outcome_is_unknown_nothing_goes_on(
 
 
 def test_a_discarded_diff_is_found_again(
-    trainer: Any, open_publisher: OpenPublisher, replica: Any, expected_bits: ExpectedBits
+    trainer: Any, publisher: Any, replica: Any, expected_bits: ExpectedBits
 ) -> None:
-    publisher = open_publisher(trainer)
     trainer.step()
     pending = publisher.diff(trainer.named())
     publisher.discard(pending)
@@ -210,8 +240,7 @@ def test_a_discarded_diff_is_found_again(
     assert replica.bits() == expected_bits(trainer)
 
 
-def test_a_diff_waits_for_the_commit_before_it(trainer: Any, open_publisher: OpenPublisher) -> None:
-    publisher = open_publisher(trainer)
+def test_a_diff_waits_for_the_commit_before_it(trainer: Any, publisher: Any) -> None:
     trainer.step()
     first = publisher.diff(trainer.named())
     order: list[str] = []
@@ -298,9 +327,8 @@ def test_a_trainer_that_finds_its_chain_broken_anchors_anew(
 
 
 def test_a_second_trainer_is_refused_and_the_first_goes_on(
-    trainer: Any, other_trainer: Any, open_publisher: OpenPublisher, replica: Any
+    trainer: Any, other_trainer: Any, publisher: Any, open_publisher: OpenPublisher, replica: Any
 ) -> None:
-    publisher = open_publisher(trainer)
     with pytest.raises(Fenced, match=r"run 'run' belongs to another trainer .*take the run over"):
         open_publisher(other_trainer, owner="another")
 
@@ -366,9 +394,8 @@ def test_objects_that_a_dead_trainer_left_under_our_epoch_are_passed_by(
 
 
 def test_a_trainer_with_another_model_is_refused_before_it_fences_anybody(
-    trainer: Any, other_trainer: Any, open_publisher: OpenPublisher
+    trainer: Any, other_trainer: Any, publisher: Any, open_publisher: OpenPublisher
 ) -> None:
-    publisher = open_publisher(trainer)
     del other_trainer.tensors["odd"]
     with pytest.raises(LayoutMismatch, match="odd is only in the run"):
         open_publisher(other_trainer, owner="another", take_over=True)
@@ -457,12 +484,12 @@ def test_a_large_anchor_goes_up_in_shards_and_comes_back_whole(
 
 def test_a_finished_run_is_one_object_for_a_joiner(
     trainer: Any,
+    publisher: Any,
     open_publisher: OpenPublisher,
     replica: Any,
     expected_bits: ExpectedBits,
     other_trainer: Any,
 ) -> None:
-    publisher = open_publisher(trainer)
     trainer.step()
     publisher.publish(trainer.named())
     head = publisher.finish()

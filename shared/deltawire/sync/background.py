@@ -6,7 +6,6 @@ and a skip file is only a shortcut.
 """
 
 import logging
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +24,7 @@ from deltawire.sync.cadence import Cadence, anchor_due
 from deltawire.sync.ledger import Ledger
 from deltawire.sync.options import PublishOptions
 from deltawire.sync.retention import GRACE_S, plan_links, plan_sweep
+from deltawire.sync.scratch import scratch_folder
 from deltawire.sync.skips import RecentDeltas, upload_skip
 from deltawire.sync.upload import upload_anchor
 
@@ -85,7 +85,7 @@ class Background:
         self, version: PolicyVersion, bits: Mapping[str, BitArray], digest: Digest
     ) -> Link:
         """An anchor in the store, not linked yet."""
-        with tempfile.TemporaryDirectory(dir=self._work) as folder:
+        with scratch_folder(self._work) as folder:
             return self._ledger.under_free_key(
                 lambda epoch: upload_anchor(
                     self._store,
@@ -96,7 +96,7 @@ class Background:
                     digest=digest,
                     epoch=epoch,
                     options=self._options,
-                    folder=Path(folder),
+                    folder=folder,
                 )
             )
 
@@ -149,7 +149,7 @@ class Background:
         base_digest, new_digest = head.link_digest(version - len(deltas)), head.link_digest(version)
         if base_digest is None or new_digest is None:
             return
-        with tempfile.TemporaryDirectory(dir=self._work) as folder:
+        with scratch_folder(self._work) as folder:
             link = self._ledger.under_free_key(
                 lambda epoch: upload_skip(
                     self._store,
@@ -161,7 +161,7 @@ class Background:
                     new_digest=new_digest,
                     encoding=self._options.encoding,
                     epoch=epoch,
-                    folder=Path(folder),
+                    folder=folder,
                 )
             )
         self._ledger.write(add=[link])

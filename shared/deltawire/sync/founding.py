@@ -6,7 +6,6 @@ owner, or a take-over, founds again: what lies there already must be the same.
 """
 
 import logging
-import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from deltawire.sync.options import PublishOptions
 from deltawire.sync.published import WholeBits
 from deltawire.sync.reader import sha256_of
 from deltawire.sync.replay import empty_tensors, replay
+from deltawire.sync.scratch import scratch_folder
 from deltawire.sync.upload import upload_anchor
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def _anchor(
     options: PublishOptions,
 ) -> Link:
     """An anchor in the store, not linked yet."""
-    with tempfile.TemporaryDirectory(prefix="deltawire-found-") as folder:
+    with scratch_folder() as folder:
         return ledger.under_free_key(
             lambda epoch: upload_anchor(
                 store,
@@ -139,7 +139,7 @@ def _anchor(
                 digest=bits.digest(),
                 epoch=epoch,
                 options=options,
-                folder=Path(folder),
+                folder=folder,
             )
         )
 
@@ -152,9 +152,9 @@ def check_same_model(
 
     Asked before the run is claimed: a trainer with the wrong model must not fence the right one.
     """
-    with tempfile.TemporaryDirectory(prefix="deltawire-found-") as folder:
+    with scratch_folder() as folder:
         try:
-            follower = Follower(store, run_id, Path(folder))
+            follower = Follower(store, run_id, folder)
             there, manifest = follower.layout(), follower.manifest()
         except ObjectMissing:
             return
@@ -206,8 +206,8 @@ def restored_bits(store: Store, head: Head, guess: WholeBits) -> WholeBits:
     if str(guess.digest()) == head.link_digest(head.version):
         return guess
     tensors = empty_tensors(guess.layout)
-    with tempfile.TemporaryDirectory(prefix="deltawire-restore-") as folder:
-        follower = Follower(store, head.run_id, Path(folder))
+    with scratch_folder() as folder:
+        follower = Follower(store, head.run_id, folder)
         follower.head()
         objects = follower.fetch(follower.route(None, head.version))
         replay(objects, tensors, run_id=head.run_id)
@@ -224,8 +224,8 @@ def _put_once(store: Store, key: str, path: Path) -> None:
     try:
         store.put(key, path)
     except ObjectExists:
-        with tempfile.TemporaryDirectory(prefix="deltawire-found-") as folder:
-            there = Path(folder, "there")
+        with scratch_folder() as folder:
+            there = folder / "there"
             store.fetch(key, there)
             if sha256_of(there) != sha256_of(path):
                 raise StoreError(
@@ -234,13 +234,13 @@ def _put_once(store: Store, key: str, path: Path) -> None:
 
 
 def _put_manifest(store: Store, manifest: RunManifest) -> None:
-    with tempfile.TemporaryDirectory(prefix="deltawire-found-") as folder:
-        path = Path(folder, RUN_KEY)
+    with scratch_folder() as folder:
+        path = folder / RUN_KEY
         path.write_bytes(as_bytes(manifest))
         try:
             store.put(in_run(manifest.run_id, RUN_KEY), path)
         except ObjectExists:
-            there = Follower(store, manifest.run_id, Path(folder)).manifest()
+            there = Follower(store, manifest.run_id, folder).manifest()
             if there.model_copy(update={"created_at": manifest.created_at}) != manifest:
                 raise LayoutMismatch(
                     f"{RUN_KEY} of run {manifest.run_id!r} was written for another model; choose "

@@ -84,10 +84,7 @@ def publish(
             )
         layout, tied = Layout.of_tensors(named, master_dtype=word_of(dtype))
         entered = enter(WholeBits.holding(named, layout), tied)
-    publisher = Publisher(
-        opened, entered.ledger, entered.bits, options=options, owner_file=entered.owner_file
-    )
-    return ModelPublisher(model, publisher)
+    return ModelPublisher(model, Publisher.of_entered(opened, entered, options=options))
 
 
 def follow(

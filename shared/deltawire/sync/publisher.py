@@ -38,11 +38,12 @@ from deltawire.sync.adapters import AdapterBits, WholeAdapters
 from deltawire.sync.background import Background
 from deltawire.sync.choice import EncodingChoice
 from deltawire.sync.fence import OwnerFile
-from deltawire.sync.founding import enter_run
+from deltawire.sync.founding import Entered, enter_run
 from deltawire.sync.ledger import Ledger
 from deltawire.sync.options import ANCHOR_SHARD_BYTES, KEEP_VERSIONS, PublishOptions
 from deltawire.sync.published import PublishedBits, WholeBits
 from deltawire.sync.retention import GRACE_S, outlived
+from deltawire.sync.scratch import scratch_folder
 from deltawire.sync.upload import upload_object
 
 
@@ -155,10 +156,23 @@ class Publisher:
             owner_file=owner_file,
             take_over=take_over,
         )
+        return cls.of_entered(store, entered, options=options, clock=clock)
+
+    @classmethod
+    def of_entered(
+        cls,
+        store: Store,
+        entered: Entered,
+        *,
+        options: PublishOptions,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> Self:
+        """For a run that this process has entered; takes its owner file over."""
+        bits = entered.bits if options.adapter is None else AdapterBits.out_of(entered.bits)
         return cls(
             store,
             entered.ledger,
-            entered.bits if adapter is None else AdapterBits.out_of(entered.bits),
+            bits,
             options=options,
             owner_file=entered.owner_file,
             clock=clock,
@@ -224,12 +238,12 @@ class Publisher:
         if pending is not self._pending:
             raise ValueError(f"version {pending.version} was committed or discarded already")
         begun = self._clock()
-        with tempfile.TemporaryDirectory(dir=self._work.name) as folder:
-            try:
-                stored = self._store_delta(pending, Path(folder))
-            except BaseException:
-                self._discard()
-                raise
+        try:
+            with scratch_folder(Path(self._work.name)) as folder:
+                stored = self._store_delta(pending, folder)
+        except BaseException:
+            self._discard()
+            raise
         sent = self._clock()
         gone = outlived(self._ledger.head, stored.link, keep_versions=self._keep_versions)
         try:
@@ -346,8 +360,8 @@ class Publisher:
         """See that the newest version can be had without a delta."""
         alone = [link.version for link in self.head.links if link.base_version is None]
         if max(alone, default=-1) < self.version:
-            with tempfile.TemporaryDirectory(dir=self._work.name) as folder:
-                link = adapters.upload(self.version, self._digest, Path(folder))
+            with scratch_folder(Path(self._work.name)) as folder:
+                link = adapters.upload(self.version, self._digest, folder)
             self._ledger.write(add=[link])
 
     def _anchor_bytes(self) -> int:
