@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,23 @@ def _rewrite_head(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> N
     head = json.loads(path.read_bytes())
     change(head)
     path.write_text(json.dumps(head))
+
+
+@pytest.mark.usefixtures("published")
+def test_what_a_killed_follower_left_half_fetched_is_removed_and_what_still_arrives_is_not(
+    replica: Any, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache" / "objects"
+    folder.mkdir(parents=True)
+    left, arriving = folder / "..0a1b.part.2c3d.part", folder / ".4e5f.part"
+    for part in (left, arriving):
+        part.write_bytes(b"half an object")
+    a_day_ago = time.time() - 86_400
+    os.utime(left, (a_day_ago, a_day_ago))
+
+    replica.catch_up()
+
+    assert [path for path in folder.iterdir() if path.suffix == ".part"] == [arriving]
 
 
 @pytest.mark.usefixtures("published")

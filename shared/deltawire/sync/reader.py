@@ -8,7 +8,9 @@ run is asked for. For weights there is Follower (follower.py).
 import hashlib
 import os
 import secrets
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from deltawire.protocol.chain import Head, ModelFile, RunManifest
@@ -29,6 +31,8 @@ MAX_MODEL_FILE_BYTES = 256 * 2**20
 """No configuration or tokenizer file is larger; weights do not travel as model files."""
 _MANIFEST_BYTES = 128 * 2**20
 """run.json names every tensor; no model's is larger."""
+_ABANDONED_S = 3600.0
+"""A file on its way here that has not grown for so long belongs to a process that is gone."""
 
 
 class RunReader:
@@ -114,6 +118,7 @@ class RunReader:
             os.utime(path)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
+        _forget_abandoned(path.parent)
         part = path.with_name(f".{secrets.token_hex(6)}.part")
         try:
             self.store.fetch(key, part, size_bytes=size_bytes, xet_hash=xet_hash)
@@ -129,6 +134,14 @@ def sha256_of(path: Path) -> str:
     """Hex digest of a file's bytes."""
     with path.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()
+
+
+def _forget_abandoned(folder: Path) -> None:
+    """Remove what killed processes left half fetched."""
+    for part in folder.glob(".*.part"):
+        with suppress(FileNotFoundError):
+            if time.time() - part.stat().st_mtime > _ABANDONED_S:
+                part.unlink()
 
 
 def _age(head: Head) -> tuple[int, int]:
