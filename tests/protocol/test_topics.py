@@ -10,6 +10,7 @@ def test_every_key_of_a_run_carries_the_same_hash_tag() -> None:
         topics.dead_letters_stream("r"),
         topics.replicas_key("r", "one"),
         topics.finished_key("r"),
+        topics.withdrawn_key("r"),
     ]
 
     assert all("{r}" in key for key in keys)

@@ -156,6 +156,20 @@ async def test_the_group_of_a_withdrawn_ticket_is_refused(backend, make_ticket, 
     assert (await backend.trainer.depth()).groups_unread == 0
 
 
+async def test_what_was_withdrawn_is_told_again_to_whoever_did_not_hear_it(
+    backend, make_ticket, make_group
+):
+    """The answer may have been lost, or the trainer killed before it noted what it heard."""
+    await _finish_one(backend, make_ticket("t-0"), make_group("t-0"))
+    await backend.trainer.issue([make_ticket("t-1"), make_ticket("t-2")])
+    await backend.trainer.cancel_open()
+
+    await backend.trainer.issue([make_ticket("t-1"), make_ticket("t-3")])
+
+    assert sorted(await backend.trainer.cancel_open()) == ["t-1", "t-2", "t-3"]
+    assert (await backend.trainer.depth()).tickets_open == 0
+
+
 async def test_groups_are_read_once_and_stay_pending_until_acked(backend, make_ticket, make_group):
     for n in range(3):
         await _finish_one(backend, make_ticket(f"t-{n}"), make_group(f"t-{n}"))

@@ -48,6 +48,11 @@ def settled_key(run_id: str) -> str:
     return f"deltawire:{{{run_id}}}:settled"
 
 
+def withdrawn_key(run_id: str) -> str:
+    """Set of ids of tickets that were withdrawn at the end of the run."""
+    return f"deltawire:{{{run_id}}}:withdrawn"
+
+
 def counters_key(run_id: str) -> str:
     """Hash of counters that outlive the entries they count: `doubled`, `dead`, `dead:<reason>`."""
     return f"deltawire:{{{run_id}}}:counters"

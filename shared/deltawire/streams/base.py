@@ -135,7 +135,8 @@ class TrainerStreams(Protocol):
         ...
 
     async def cancel_open(self) -> list[str]:
-        """Withdraw every open ticket (end of run); returns their ids."""
+        """Withdraw every open ticket (end of run). Returns the ids of all that were ever withdrawn,
+        so that a trainer which did not hear them may ask again."""
         ...
 
     async def depth(self) -> Depth:

@@ -75,6 +75,7 @@ class MemoryStreams:
         self._finished: dict[str, str] = {}
         self._settled: dict[str, float] = {}
         """Acked groups by the time of their ack: soon to be forgotten."""
+        self._withdrawn: list[str] = []
         self._dead: list[DeadLetter] = []
         self._doubled = 0
         self._replicas: dict[str, tuple[float, ReplicaStatus]] = {}
@@ -222,9 +223,9 @@ class MemoryStreams:
 
     async def cancel_open(self) -> list[str]:
         """See base.py."""
-        cancelled = [ticket.ticket_id for ticket in self._tickets.values()]
+        self._withdrawn += [ticket.ticket_id for ticket in self._tickets.values()]
         self._tickets.clear()
-        return cancelled
+        return list(self._withdrawn)
 
     async def depth(self) -> Depth:
         """See base.py."""

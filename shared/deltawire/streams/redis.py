@@ -311,7 +311,9 @@ class RedisStreams:
     async def cancel_open(self) -> list[str]:
         """See base.py."""
         reply = await self._script(
-            scripts.CANCEL_OPEN, [self._tickets], [topics.CONSUMER_GROUP_PRODUCERS]
+            scripts.CANCEL_OPEN,
+            [self._tickets, topics.withdrawn_key(self._run_id)],
+            [topics.CONSUMER_GROUP_PRODUCERS],
         )
         return [ticket_id.decode() for ticket_id in cast("list[bytes]", reply)]
 

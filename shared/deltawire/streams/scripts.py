@@ -153,18 +153,20 @@ return found
 """Dead letters without their bodies."""
 
 CANCEL_OPEN = """
--- KEYS: tickets. ARGV: group. Returns the ids of the tickets withdrawn.
-local cancelled = {}
-for _, entry in ipairs(redis.call('XRANGE', KEYS[1], '-', '+')) do
+-- KEYS: tickets, withdrawn. ARGV: group. Returns the ids of all tickets ever withdrawn.
+local open = redis.call('XRANGE', KEYS[1], '-', '+')
+for _, entry in ipairs(open) do
   for i = 1, #entry[2], 2 do
-    if entry[2][i] == 'id' then cancelled[#cancelled + 1] = entry[2][i + 1] end
+    if entry[2][i] == 'id' then redis.call('SADD', KEYS[2], entry[2][i + 1]) end
   end
+end
+for _, entry in ipairs(open) do
   redis.call('XACK', KEYS[1], ARGV[1], entry[1])
   redis.call('XDEL', KEYS[1], entry[1])
 end
-return cancelled
+return redis.call('SMEMBERS', KEYS[2])
 """
-"""Withdraw every open ticket, leased or not."""
+"""Withdraw every open ticket, leased or not. Ids are kept, for a trainer that did not hear them."""
 
 DEPTH = """
 -- KEYS: tickets, groups, counters. ARGV: the trainer's group.
