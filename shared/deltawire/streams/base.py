@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from deltawire.protocol.control import ReplicaStatus
+from deltawire.protocol.errors import LeaseLost
 from deltawire.protocol.rollouts import RolloutGroup, Ticket
 
 REMEMBERS_S = 3600.0
@@ -73,6 +74,16 @@ class DeadLetter:
 def counted_reason(reason: str) -> str:
     """The words under which a dead letter is counted: those before the first colon."""
     return reason.partition(":")[0][:80]
+
+
+def not_leased(lease: Lease) -> LeaseLost:
+    """What a producer hears that went silent for too long."""
+    return LeaseLost(f"ticket {lease.ticket.ticket_id} is not leased to {lease.consumer}")
+
+
+def not_open(group: RolloutGroup) -> LeaseLost:
+    """What a producer hears whose ticket was withdrawn."""
+    return LeaseLost(f"ticket {group.group_id} is not open any more; its group is dropped")
 
 
 class ProducerStreams(Protocol):

@@ -14,7 +14,7 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass
 
 from deltawire.protocol.control import ReplicaStatus
-from deltawire.protocol.errors import LeaseLost, ProtocolError
+from deltawire.protocol.errors import ProtocolError
 from deltawire.protocol.rollouts import RolloutGroup, Ticket
 from deltawire.streams.base import (
     LEASE_S,
@@ -24,6 +24,8 @@ from deltawire.streams.base import (
     Depth,
     Lease,
     counted_reason,
+    not_leased,
+    not_open,
 )
 from deltawire.streams.records import (
     check_belongs,
@@ -137,7 +139,7 @@ class MemoryStreams:
             return True
         if known is None:
             if lease.entry_id not in self._tickets:
-                raise LeaseLost(f"ticket {group.group_id} is not open any more")
+                raise not_open(group)
             self._groups[self._next_entry_id()] = _Group(group_id=group.group_id, body=body)
             self._finished[group.group_id] = key
         else:
@@ -155,7 +157,7 @@ class MemoryStreams:
     def _held(self, lease: Lease) -> _OpenTicket:
         ticket = self._tickets.get(lease.entry_id)
         if ticket is None or ticket.consumer != lease.consumer:
-            raise LeaseLost(f"ticket {lease.ticket.ticket_id} is not leased to {lease.consumer}")
+            raise not_leased(lease)
         return ticket
 
     async def register(self, status: ReplicaStatus, *, ttl_s: float) -> None:

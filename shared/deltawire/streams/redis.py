@@ -22,7 +22,7 @@ from redis import exceptions as redis_errors
 
 from deltawire.protocol import topics
 from deltawire.protocol.control import ReplicaStatus
-from deltawire.protocol.errors import LeaseLost, ProtocolError, StreamError, StreamUnavailable
+from deltawire.protocol.errors import ProtocolError, StreamError, StreamUnavailable
 from deltawire.protocol.rollouts import ROLLOUT_SCHEMA, RolloutGroup, Ticket
 from deltawire.streams import scripts
 from deltawire.streams.backoff import backoff_s
@@ -34,6 +34,8 @@ from deltawire.streams.base import (
     Depth,
     Lease,
     counted_reason,
+    not_leased,
+    not_open,
 )
 from deltawire.streams.records import (
     check_belongs,
@@ -161,7 +163,7 @@ class RedisStreams:
             [topics.CONSUMER_GROUP_PRODUCERS, lease.consumer, lease.entry_id],
         )
         if not kept:
-            raise LeaseLost(f"ticket {lease.ticket.ticket_id} is not leased to {lease.consumer}")
+            raise not_leased(lease)
 
     async def finish(self, lease: Lease, group: RolloutGroup, *, idempotency_key: str = "") -> bool:
         """See base.py."""
@@ -178,7 +180,7 @@ class RedisStreams:
             ],
         )  # fmt: skip
         if outcome == -1:
-            raise LeaseLost(f"ticket {group.group_id} is not open any more; its group is dropped")
+            raise not_open(group)
         return outcome == 1
 
     async def give_back(self, lease: Lease, *, reason: str) -> None:
@@ -189,7 +191,7 @@ class RedisStreams:
             [topics.CONSUMER_GROUP_PRODUCERS, lease.consumer, lease.entry_id, _LONG_IDLE_MS],
         )
         if not kept:
-            raise LeaseLost(f"ticket {lease.ticket.ticket_id} is not leased to {lease.consumer}")
+            raise not_leased(lease)
         log.info("ticket given back", extra={"ticket": lease.ticket.ticket_id, "reason": reason})
 
     async def register(self, status: ReplicaStatus, *, ttl_s: float) -> None:
