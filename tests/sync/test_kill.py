@@ -20,7 +20,7 @@ from deltawire.sync.replay import empty_tensors, replay
 
 KILLS = 50
 LONGEST_LIFE_S = 0.1
-"""Of a publisher that publishes without a pause."""
+"""Of a publisher that publishes without a pause; longer on a machine where none gets far so."""
 OPENINGS = 5
 """One kill in so many may hit the founding or resuming of the run; the others hit a publish."""
 
@@ -47,7 +47,8 @@ def test_a_publisher_killed_at_any_moment_leaves_a_committed_verified_version(
     moments = random.Random(0)
     store = LocalStore(tmp_path / "bucket")
     warm = _Replica(Follower(store, "run", tmp_path / "warm"))
-    reached: list[int] = []
+    reached: list[int] = [-1]
+    longest_life_s = LONGEST_LIFE_S
     assert forks.stdin is not None
     assert forks.stdout is not None
 
@@ -57,7 +58,7 @@ def test_a_publisher_killed_at_any_moment_leaves_a_committed_verified_version(
         publisher = int(forks.stdout.readline())
         if kill % OPENINGS:
             assert forks.stdout.readline() == "publishing\n"
-        time.sleep(moments.uniform(0, LONGEST_LIFE_S))
+        time.sleep(moments.uniform(0, longest_life_s))
         os.kill(publisher, signal.SIGKILL)
         while (said := forks.stdout.readline()) == "publishing\n":
             pass
@@ -67,6 +68,8 @@ def test_a_publisher_killed_at_any_moment_leaves_a_committed_verified_version(
         cold = _Replica(Follower(store, "run", tmp_path / f"cold_{kill}"))
         assert cold.catch_up() == reached[-1]
         assert cold.digest == warm.digest
+        got_on = reached[-1] > reached[-2]
+        longest_life_s = max(LONGEST_LIFE_S, longest_life_s * (0.8 if got_on else 1.25))
 
     assert reached == sorted(reached)
     assert len(set(reached)) > KILLS / 10
