@@ -253,6 +253,26 @@ async def test_groups_are_taken_in_order_of_arrival_and_acked_by_a_checkpoint(ri
     assert rig.intake.trained_entries() == []
 
 
+async def test_the_tokens_of_a_group_are_looked_at_once_however_long_it_waits(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking at all that is held, whenever something arrives, would hold the event loop up."""
+    looked_at: list[str] = []
+
+    def counted(one: Rollout, *, vocabulary: int) -> bool:
+        looked_at.append(one.rollout_id)
+        return is_sound(one, vocabulary=vocabulary)
+
+    monkeypatch.setattr("deltawire_trainer.intake.is_sound", counted)
+    for name in ("a", "b"):
+        rig.streams.deliver(f"e-{name}", group(name))
+        await rig.read_all()
+        assert take(rig, 3) == []
+
+    assert take(rig, 2) == ["a", "b"]
+    assert sorted(looked_at) == ["a.0", "a.1", "a.2", "b.0", "b.1", "b.2"]
+
+
 async def test_too_few_groups_are_kept_for_later(rig: Rig) -> None:
     rig.streams.deliver("e-a", group("a"))
     await rig.read_all()

@@ -137,6 +137,48 @@ async def test_a_run_that_can_publish_no_more_ends_and_does_not_wait_for_rollout
     assert str(error) in (await trainer.status()).reason
 
 
+class _Refusing:
+    """A bucket that takes no delta while it is told so."""
+
+    def __init__(self, inner: Store) -> None:
+        self._inner, self.refuses = inner, True
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def put(self, key: str, source: Path) -> ObjectInfo:
+        if self.refuses and "deltas/" in key:
+            raise StoreUnavailable("away")
+        return self._inner.put(key, source)
+
+
+async def test_a_sync_that_reaches_no_bucket_is_an_error_and_the_next_one_publishes(
+    tmp_path: Path, base: Path
+) -> None:
+    streams, settings = MemoryStreams(), make_settings(tmp_path)
+    trainer, inner = make_trainer(settings, make_job(base)), open_store(settings.store)
+    store = _Refusing(inner)
+    # Enough for one step and no more.
+    player = Player(inner, streams, run_id=RUN, folder=tmp_path / "replica", groups=2)
+
+    async with playing(player), asyncio.timeout(120):
+        running = asyncio.create_task(
+            train(trainer, settings, cast("Store", store), streams, Metrics("trainer"))
+        )
+        while (await trainer.status()).step < 1:  # noqa: ASYNC110 - the trainer tells nobody
+            await asyncio.sleep(0.01)
+        with pytest.raises(StoreUnavailable, match="version 1"):
+            await trainer.running().sync_now()
+        store.refuses = False
+        notice = await trainer.running().sync_now()
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+
+    assert notice is not None
+    assert notice.version == 1
+
+
 class _AwayStore:
     """A bucket that goes away in the middle of a commit, written or not, and stays away a while."""
 

@@ -7,7 +7,7 @@ checkpoint contains it (see checkpointing.py). Bad groups never stop the trainer
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from deltawire.job.spec import JobSpec
@@ -75,9 +75,20 @@ class UsableGroup:
         return [self.group.rollouts[index] for index in self.keep]
 
 
-def judge(group: RolloutGroup, rules: Rules, *, live_version: int, max_staleness: int) -> Verdict:
-    """Which rollouts to keep: those that ended well, are sound, and whose oldest token is fresh."""
-    sound = [i for i, r in enumerate(group.rollouts) if is_sound(r, vocabulary=rules.vocabulary)]
+def judge(
+    group: RolloutGroup,
+    rules: Rules,
+    *,
+    live_version: int,
+    max_staleness: int,
+    sound: Sequence[int] | None = None,
+) -> Verdict:
+    """Which rollouts to keep: those that ended well, are sound, and whose oldest token is fresh.
+
+    `sound` is what `sound_members` said of the group before; None asks it now.
+    """
+    if sound is None:
+        sound = sound_members(group, rules)
     if len(sound) < rules.min_group:
         return Verdict(reason="unusable")
     sound = [index for index in sound if _has_agent(group.rollouts[index], rules.agents)]
@@ -100,6 +111,11 @@ def judge(group: RolloutGroup, rules: Rules, *, live_version: int, max_staleness
     if rules.needs_spread and len(earned) == 1:
         return Verdict(reason="no_signal")
     return Verdict(keep=fresh)
+
+
+def sound_members(group: RolloutGroup, rules: Rules) -> list[int]:
+    """Rollouts that ended well and are sound. Looks at every token: ask once a group."""
+    return [i for i, r in enumerate(group.rollouts) if is_sound(r, vocabulary=rules.vocabulary)]
 
 
 def _rewards(rollout: Rollout, agents: tuple[str, ...]) -> tuple[float, ...]:
@@ -141,6 +157,14 @@ def _sequence_is_sound(sequence: TokenSequence, vocabulary: int) -> bool:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A group that waits for its step, and which of its rollouts are sound."""
+
+    delivered: DeliveredGroup
+    sound: list[int]
+
+
 class Intake:
     """Holds the groups that were delivered and not yet used."""
 
@@ -162,7 +186,7 @@ class Intake:
         self._trusts_redelivered = trusts_redelivered
         self._arrived: deque[DeliveredGroup] = deque()
         """Delivered, which streams do once in a process, and not sorted yet."""
-        self._held: dict[str, DeliveredGroup] = {}
+        self._held: dict[str, _Held] = {}
         self._to_ack: dict[str, None] = {}
         """Entries that wait for a checkpoint."""
         self._settled: dict[str, None] = {}
@@ -182,7 +206,7 @@ class Intake:
     @property
     def rollouts_held(self) -> int:
         """Rollouts of those groups."""
-        return sum(len(delivered.group.rollouts) for delivered in self._held.values())
+        return sum(len(held.delivered.group.rollouts) for held in self._held.values())
 
     def take_errors(self) -> ErrorTally:
         """The errors of groups dropped so far, to go on the record of one step."""
@@ -217,18 +241,19 @@ class Intake:
         """The `count` oldest usable groups, or nothing while there are fewer. Drops the rest that
         cannot be used any more; the next `read` acks them."""
         usable = []
-        for group_id, delivered in list(self._held.items()):
+        for group_id, held in list(self._held.items()):
             verdict = judge(
-                delivered.group,
+                held.delivered.group,
                 self._rules,
                 live_version=live_version,
                 max_staleness=max_staleness,
+                sound=held.sound,
             )
             if verdict.keep:
-                usable.append(UsableGroup(delivered=delivered, keep=verdict.keep))
+                usable.append(UsableGroup(delivered=held.delivered, keep=verdict.keep))
             else:
                 del self._held[group_id]
-                self._drop(delivered, verdict.reason)
+                self._drop(held.delivered, verdict.reason)
         if len(usable) < count:
             return []
         return self._take(usable[:count])
@@ -238,7 +263,7 @@ class Intake:
         if any(group_id not in self._held for group_id in groups):
             return []
         found = [
-            UsableGroup(delivered=self._held[group_id], keep=tuple(keep))
+            UsableGroup(delivered=self._held[group_id].delivered, keep=tuple(keep))
             for group_id, keep in groups.items()
         ]
         return self._take(found)
@@ -247,9 +272,9 @@ class Intake:
         """Those of these groups that are here were trained on by an earlier process: they wait for
         a checkpoint only."""
         for group_id in group_ids:
-            delivered = self._held.pop(group_id, None)
-            if delivered is not None:
-                self._to_ack[delivered.entry_id] = None
+            held = self._held.pop(group_id, None)
+            if held is not None:
+                self._to_ack[held.delivered.entry_id] = None
 
     def trained_entries(self) -> list[str]:
         """Entries of every group taken so far and not yet acked."""
@@ -264,8 +289,8 @@ class Intake:
 
     async def drop_all(self, reason: str) -> None:
         """Give every held group the same end."""
-        for delivered in self._held.values():
-            self._drop(delivered, reason)
+        for held in self._held.values():
+            self._drop(held.delivered, reason)
         self._held.clear()
         await self._ack_settled()
 
@@ -300,13 +325,13 @@ class Intake:
             self._drop(delivered, "uncertain")
         else:
             self._ledger.adopt(group.group_id)
-            self._held[group.group_id] = delivered
+            self._held[group.group_id] = _Held(delivered, sound_members(group, self._rules))
 
     def _is_known(self, delivered: DeliveredGroup) -> bool:
         """Whether this very entry is held, or trained on and waiting for a checkpoint."""
         held = self._held.get(delivered.group.group_id)
         return delivered.entry_id in self._to_ack or (
-            held is not None and held.entry_id == delivered.entry_id
+            held is not None and held.delivered.entry_id == delivered.entry_id
         )
 
     def _drop(self, delivered: DeliveredGroup, reason: str) -> None:

@@ -138,12 +138,15 @@ class TrainingLoop:
         self._end_early(reason)
 
     async def sync_now(self) -> WeightNotice | None:
-        """Publish what is not yet published; coordinates of the newest version."""
+        """Publish what is not yet published; coordinates of the newest version. Raises
+        StoreUnavailable when it did not reach the bucket."""
         async with self._weights:
             await self.publishing.settled()
-            if self._steps_since_sync:
+            if self._steps_since_sync or self.publishing.failed:
                 await self._start_sync()
             await self.publishing.settled()
+        if self.publishing.failed:
+            raise StoreUnavailable(f"version {self.version} did not reach the bucket; ask again")
         return self.publishing.notice()
 
     # -- waiting ----------------------------------------------------------------------------------
