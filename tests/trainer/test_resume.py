@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from deltawire.codec.bits import bits_of
 from deltawire.job.spec import TrainSpec
 from deltawire.protocol.control import SyncRecord, TrainerStatus
-from deltawire.protocol.errors import MalformedMessage, StoreError
+from deltawire.protocol.errors import MalformedMessage, StoreError, StreamUnavailable
 from deltawire.protocol.rollouts import Rollout, RolloutGroup, Sequence, Ticket
 from deltawire.protocol.versions import PolicyVersion, VersionSpan
 from deltawire.service.metrics import Metrics
@@ -195,21 +195,38 @@ async def test_of_a_step_that_cannot_be_made_again_no_group_is_trained_on_twice(
     assert (await streams.depth()).groups_pending == 0
 
 
-async def test_a_checkpoint_acks_only_what_it_contains(tmp_path: Path) -> None:
-    """The groups of the next step may be taken before the writing begins."""
+def checkpointing_of(intake: "_Taken", tmp_path: Path) -> Checkpointing:
     policy = Policy(tiny_llama())
-    learner = Learner(policy, build_optimizer(policy, TrainSpec()), TrainSpec(), max_tokens=8)
-    intake = _Taken(["e-1"])
-    checkpointing = Checkpointing(
+    return Checkpointing(
         Checkpoints(tmp_path / "checkpoints"),
-        learner,
+        Learner(policy, build_optimizer(policy, TrainSpec()), TrainSpec(), max_tokens=8),
         intake,  # type: ignore[arg-type]
         run_id=RUN,
         every=1,
     )
+
+
+async def test_a_checkpoint_acks_only_what_it_contains(tmp_path: Path) -> None:
+    """The groups of the next step may be taken before the writing begins."""
+    intake = _Taken(["e-1"])
+    checkpointing = checkpointing_of(intake, tmp_path)
     checkpointing.start_if_due(step=1, version=1)
     intake.taken.append("e-2")
     await checkpointing.settled()
+    assert intake.acked == ["e-1"]
+
+
+async def test_what_the_last_checkpoint_could_not_ack_is_acked_at_the_end(tmp_path: Path) -> None:
+    intake = _Taken(["e-1"])
+    checkpointing = checkpointing_of(intake, tmp_path)
+    intake.away = True
+    checkpointing.start_if_due(step=1, version=1)
+    await checkpointing.settled()
+    assert intake.acked == []
+
+    intake.away = False
+    await checkpointing.write(step=1, version=1)
+
     assert intake.acked == ["e-1"]
 
 
@@ -218,11 +235,14 @@ class _Taken:
 
     def __init__(self, taken: list[str]) -> None:
         self.taken, self.acked = taken, list[str]()
+        self.away = False
 
     def trained_entries(self) -> list[str]:
         return list(self.taken)
 
     async def ack_trained(self, entry_ids: list[str]) -> None:
+        if self.away:
+            raise StreamUnavailable("away")
         self.acked += entry_ids
 
 

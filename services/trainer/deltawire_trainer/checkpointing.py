@@ -47,8 +47,15 @@ class Checkpointing:
         await self._write(step=step, version=version, contained=self._intake.trained_entries())
 
     async def _write(self, *, step: int, version: int, contained: list[str]) -> None:
-        if step == self._written:
-            return
+        if step != self._written:
+            await self._write_down(step=step, version=version)
+        try:
+            await self._intake.ack_trained(contained)
+        except StreamError as error:
+            # They stay un-acked and go with the next checkpoint.
+            log.warning("groups not acked yet", extra={"step": step, "reason": str(error)})
+
+    async def _write_down(self, *, step: int, version: int) -> None:
         started = time.perf_counter()
         await asyncio.to_thread(
             self._checkpoints.write,
@@ -60,8 +67,3 @@ class Checkpointing:
         )
         self._written = step
         log.info("checkpoint written", extra={"step": step, "s": time.perf_counter() - started})
-        try:
-            await self._intake.ack_trained(contained)
-        except StreamError as error:
-            # They stay un-acked and go with the next checkpoint.
-            log.warning("groups not acked yet", extra={"step": step, "reason": str(error)})

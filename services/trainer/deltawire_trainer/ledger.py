@@ -42,13 +42,6 @@ class Ledger:
         """A group was left out on purpose."""
         self._dropped[group_id] = reason
 
-    def roll_back(self, step: int) -> list[str]:
-        """Steps after `step` did not survive: their groups are open again. Returns their ids."""
-        undone = [group_id for group_id, at in self._trained.items() if at > step]
-        for group_id in undone:
-            del self._trained[group_id]
-        return undone
-
     def close(self) -> int:
         """The run is over: whatever is still open is lost. Returns how many."""
         self._lost = self.open

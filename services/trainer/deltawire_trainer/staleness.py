@@ -1,7 +1,7 @@
 """How far the data lags behind the policy: measured, and acted on in intake.py and guard.py."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,8 +59,3 @@ def mismatch_kl(log_ratio: torch.Tensor, same_version: torch.Tensor) -> float:
     """
     x = log_ratio[same_version].double()
     return float(k3(x).mean()) if x.numel() else 0.0
-
-
-def oldest_version(samples: Iterable[TrainingSample]) -> int | None:
-    """Oldest policy version of any trained token; None without samples."""
-    return min((sample.oldest_version for sample in samples), default=None)

@@ -164,9 +164,3 @@ def load(*, compiled: bool = True) -> Kernels:
         else:
             return cast(Kernels, kernels_numba)
     return cast(Kernels, kernels_numpy)
-
-
-def words_of(bits: BitArray) -> BitArray:
-    """The same memory as 64-bit words, without the last few elements that fill no whole word."""
-    per_word = 8 // bits.itemsize
-    return bits[: bits.size // per_word * per_word].view(np.uint64)

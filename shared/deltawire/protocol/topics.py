@@ -5,7 +5,6 @@ CONSUMER_GROUP_TRAINER = "trainer"
 
 ENTRY_SCHEMA_FIELD = "schema"
 ENTRY_BODY_FIELD = "body"
-ENTRY_ID_FIELD = "id"
 
 
 def tickets_stream(run_id: str) -> str:
