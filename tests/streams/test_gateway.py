@@ -8,6 +8,7 @@ from deltawire.protocol.errors import (
     LeaseLost,
     MalformedMessage,
     PayloadTooLarge,
+    SettingsError,
     StreamError,
     StreamUnavailable,
 )
@@ -15,6 +16,7 @@ from deltawire.service import streams_face
 from deltawire.service.problems import install_problem_handlers
 from deltawire.streams.gateway import GatewayStreams
 from deltawire.streams.memory import MemoryStreams
+from deltawire.streams.open import open_streams
 
 
 class BadWay(httpx.AsyncBaseTransport):
@@ -152,3 +154,9 @@ async def test_a_lost_lease_is_told_apart(gateway, streams, make_ticket):
     await streams.cancel_open()
     with pytest.raises(LeaseLost):
         await gateway.heartbeat(lease)
+
+
+@pytest.mark.parametrize("url", ["https://trainer/\n", "https://ü.."])
+def test_an_address_that_is_none_is_a_setting_that_is_wrong(url: str) -> None:
+    with pytest.raises(SettingsError, match="streams at"):
+        open_streams(url, run_id="r")

@@ -176,6 +176,27 @@ def test_an_anchor_that_the_disk_does_not_take_is_due_again_and_stops_nobody(
     assert anchors == [0, 2]
 
 
+def test_what_a_killed_trainer_left_among_temporary_files_goes_when_it_comes_back(
+    trainer: Any, open_publisher: OpenPublisher, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    open_publisher(trainer, owner="another").close()
+    killed = open_publisher(trainer, owner="another")
+    (left,) = temporary.iterdir()
+    killed.close()
+    assert list(temporary.iterdir()) == []
+    (left / "half").mkdir(parents=True)
+    (left / "half" / "anchor.safetensors").write_bytes(b"half")
+    stranger = temporary / "deltawire-publish-of-somebody-else"
+    stranger.mkdir()
+
+    open_publisher(trainer, owner="another").close()
+
+    assert list(temporary.iterdir()) == [stranger]
+
+
 def test_an_upload_whose_commit_failed_is_never_met_again(
     trainer: Any, publisher: Any, store: Any, replica: Any, expected_bits: ExpectedBits
 ) -> None:

@@ -28,6 +28,7 @@ from deltawire.protocol.errors import (
     MalformedMessage,
     PayloadTooLarge,
     ProtocolError,
+    SettingsError,
     StreamError,
     StreamUnavailable,
     UnknownSchema,
@@ -56,7 +57,7 @@ _MESSAGES: dict[str, type[StreamError] | type[ProtocolError]] = {
 
 
 class GatewayStreams:
-    """ProducerStreams through a trainer's HTTPS face."""
+    """ProducerStreams through a trainer's HTTPS face. SettingsError for an address that is none."""
 
     def __init__(
         self,
@@ -69,9 +70,12 @@ class GatewayStreams:
         secret = token.get_secret_value() if isinstance(token, SecretStr) else token
         headers = {"Authorization": f"Bearer {secret}", TOKEN_HEADER: secret} if secret else {}
         self._patience_s = patience_s
-        self._http = httpx.AsyncClient(
-            base_url=url.rstrip("/"), headers=headers, timeout=_TIMEOUT_S, transport=transport
-        )
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=url.rstrip("/"), headers=headers, timeout=_TIMEOUT_S, transport=transport
+            )
+        except httpx.InvalidURL as error:
+            raise SettingsError(f"streams at {url!r}: {error}") from error
 
     async def claim(self, consumer: str, *, timeout_s: float) -> Lease | None:
         """See base.py. Asks again until the time is up, one long poll after another."""

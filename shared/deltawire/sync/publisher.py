@@ -12,6 +12,8 @@ Anchors are written beside training: a snapshot of the published bits (taken whi
 memory until the upload ends) goes up in the background, one at a time.
 """
 
+import hashlib
+import shutil
 import tempfile
 import threading
 import time
@@ -45,6 +47,8 @@ from deltawire.sync.published import PublishedBits, WholeBits
 from deltawire.sync.retention import GRACE_S, outlived
 from deltawire.sync.scratch import scratch_folder
 from deltawire.sync.upload import upload_object
+
+_WORK_PREFIX = "deltawire-publish-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +95,7 @@ class Publisher:
             self._adapters = WholeAdapters(store, ledger, bits, options.adapter)
         self._clock = clock
         self._owner_file = owner_file
-        self._work = tempfile.TemporaryDirectory(prefix="deltawire-publish-")
+        self._work = _work_folder(owner_file)
         self._background = Background(
             store, ledger, bits.layout, work=Path(self._work.name), options=options
         )
@@ -441,6 +445,17 @@ class _Stored:
     """Why it is encoded as it is."""
     encode_s: float
     upload_s: float
+
+
+def _work_folder(owner_file: OwnerFile | None) -> "tempfile.TemporaryDirectory[str]":
+    """Where objects are prepared. What a killed process of the same owner left there goes: the
+    owner file is locked, so nobody works on it."""
+    prefix = _WORK_PREFIX
+    if owner_file is not None:
+        prefix += f"{hashlib.sha256(owner_file.owner.encode()).hexdigest()[:16]}-"
+        for left in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+            shutil.rmtree(left, ignore_errors=True)
+    return tempfile.TemporaryDirectory(prefix=prefix)
 
 
 def _record(pending: PendingDelta, stored: _Stored, layout: Layout) -> SyncRecord:
