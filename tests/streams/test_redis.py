@@ -341,6 +341,22 @@ async def test_a_failover_found_by_sentinel_is_followed(
         master.kill()
 
 
+async def test_a_cluster_that_cannot_be_reached_is_unavailable():
+    """redis-py has an error of its own for it, outside its tree of errors."""
+    url = f"redis+cluster://:pw@127.0.0.1:{_free_port()}"
+    async with streams_at(url, patience_s=0.3) as streams:
+        with pytest.raises(StreamUnavailable, match="did not answer"):
+            await streams.depth()
+
+
+async def test_a_server_that_is_no_cluster_is_not_waited_for(redis_server):
+    url = redis_server.url.replace("redis://", "redis+cluster://").removesuffix("/0")
+    async with streams_at(url, patience_s=60.0) as streams:
+        with pytest.raises(StreamError, match="Cluster mode is not enabled") as refused:
+            await streams.depth()
+    assert not isinstance(refused.value, StreamUnavailable)
+
+
 async def test_a_cluster_serves_a_run(tmp_path, redis_server, make_ticket, make_group):
     server = local_server.start(
         tmp_path / "cluster",

@@ -66,6 +66,9 @@ _PASSING_REPLY = re.compile(
 )
 """Error replies that a healthy server stops giving by itself."""
 
+_NO_CLUSTER = "Cluster mode is not enabled"
+"""What redis-py says, in an error it also has for a cluster that cannot be reached now."""
+
 log = logging.getLogger(__name__)
 
 
@@ -410,7 +413,11 @@ class RedisStreams:
                     if not self._has_groups:
                         await self._create_groups()
                     return await call()
-            except (redis_errors.RedisError, TimeoutError) as error:
+            except (
+                redis_errors.RedisError,
+                redis_errors.RedisClusterException,
+                TimeoutError,
+            ) as error:
                 self._recover_from(error)
                 wait_s = backoff_s(attempt)
                 if time.monotonic() + wait_s > give_up_at:
@@ -421,7 +428,9 @@ class RedisStreams:
                 attempt += 1
                 await asyncio.sleep(wait_s)
 
-    def _recover_from(self, error: redis_errors.RedisError | TimeoutError) -> None:
+    def _recover_from(
+        self, error: redis_errors.RedisError | redis_errors.RedisClusterException | TimeoutError
+    ) -> None:
         """Note what has to be done again before the next try; re-raise what will not pass."""
         if isinstance(error, redis_errors.AuthenticationError | redis_errors.NoPermissionError):
             raise StreamError(f"Redis refused our credentials: {error}") from error
@@ -434,9 +443,10 @@ class RedisStreams:
             | redis_errors.ConnectionError
             | redis_errors.TimeoutError
             | redis_errors.ClusterDownError
-            | redis_errors.ReadOnlyError,
+            | redis_errors.ReadOnlyError
+            | redis_errors.RedisClusterException,
         ) or _PASSING_REPLY.search(str(error))
-        if not passing:
+        if not passing or _NO_CLUSTER in str(error):
             raise StreamError(f"Redis answered: {error}") from error
         # The lost reply may have carried groups: read what is pending again.
         self._recovery_cursor = "0-0"
