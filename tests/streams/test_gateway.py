@@ -69,6 +69,7 @@ async def gateway(way):
         httpx.Response(200, html="<html>Your Space is building</html>"),
         httpx.ConnectError("asleep"),
         httpx.ReadTimeout("slow"),
+        httpx.DecodingError("a packed answer, cut short by a proxy"),
     ],
 )
 async def test_a_waking_trainer_is_waited_for(trouble, gateway, way, streams, make_ticket):

@@ -147,7 +147,7 @@ class GatewayStreams:
                 if not _wakes_up(response):
                     return _checked(response)
                 silence = f"answers {response.status_code}, waking up"
-            except httpx.TransportError as error:
+            except httpx.RequestError as error:
                 silence = f"{type(error).__name__}: {error}"
             wait_s = backoff_s(attempt, first_s=0.2)
             if time.monotonic() + wait_s > give_up_at:
