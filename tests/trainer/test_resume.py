@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from deltawire.codec.bits import bits_of
@@ -319,6 +320,35 @@ def test_a_disk_that_is_full_is_one_sentence(tmp_path: Path) -> None:
             policy=policy,
             optimizer=build_optimizer(policy, make_job(tmp_path).train),
         )
+
+
+def test_a_disk_that_fills_up_leaves_no_half_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    policy = Policy(tiny_llama())
+    optimizer = build_optimizer(policy, make_job(tmp_path).train)
+    monkeypatch.setattr("deltawire_trainer.checkpoints.save_file", full)
+
+    with pytest.raises(StoreError, match=r"checkpoint of step 1 .*No space left"):
+        Checkpoints(tmp_path).write(
+            run_id=RUN, step=1, version=1, policy=policy, optimizer=optimizer
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_checkpoint_that_was_cut_short_is_named(tmp_path: Path, file: str) -> None:
+    policy = Policy(tiny_llama())
+    optimizer = build_optimizer(policy, make_job(tmp_path).train)
+    checkpoints = Checkpoints(tmp_path)
+    path = checkpoints.write(run_id=RUN, step=1, version=1, policy=policy, optimizer=optimizer)
+    (path / file).write_bytes((path / file).read_bytes()[:-1])
+
+    with pytest.raises(StoreError, match="step_000001 cannot be read"):
+        checkpoints.restore(path, policy=policy, optimizer=optimizer)
 
 
 def test_old_checkpoints_make_room(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from pydantic import ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from deltawire.protocol.errors import StoreError
@@ -82,7 +82,7 @@ class Checkpoints:
             _sync([scratch / _MODEL, scratch / _OPTIMIZER, scratch / _STATE])
             shutil.rmtree(target, ignore_errors=True)
             scratch.rename(target)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             shutil.rmtree(scratch, ignore_errors=True)
             raise StoreError(
                 f"checkpoint of step {step} could not be written to {self.folder}: {error}"
@@ -106,7 +106,7 @@ class Checkpoints:
             policy.refresh()
             _put_moments(masters, optimizer, moments, state.adam_step)
             torch.set_rng_state(torch.tensor(list(bytes.fromhex(state.rng)), dtype=torch.uint8))
-        except (OSError, KeyError, ValueError, RuntimeError, ValidationError) as error:
+        except (OSError, SafetensorError, KeyError, ValueError, RuntimeError) as error:
             raise StoreError(f"checkpoint {path} cannot be read: {error}; remove it") from error
         return state
 
