@@ -14,6 +14,7 @@ PARTS = (
     "plots",
     "streams",
     "sandboxes",
+    "sessions",
     "learning",
     "staleness",
 )
