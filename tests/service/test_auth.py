@@ -49,6 +49,11 @@ async def test_a_route_refuses_a_call_without_the_token(
     assert "right" not in answer.text
 
 
+@pytest.mark.parametrize("host", ["x/healthz?", "x/healthz#", "x/healthz\\"])
+async def test_no_host_header_spells_an_open_path(http: httpx.AsyncClient, host: str) -> None:
+    assert (await http.get("/status", headers={"Host": host})).status_code == 401
+
+
 @pytest.mark.parametrize(
     "headers", [{"Authorization": "Bearer right"}, {"Authorization": "x", TOKEN_HEADER: "right"}]
 )

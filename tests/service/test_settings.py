@@ -43,6 +43,13 @@ def test_a_secret_is_read_from_a_file(tmp_path: Path) -> None:
     assert settings.token.get_secret_value() == "from-file"
 
 
+@pytest.mark.parametrize("content", [b"", b" \n", b"\xff\xfe"])
+def test_a_token_file_that_says_nothing_opens_no_door(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "token").write_bytes(content)
+    with pytest.raises(SettingsError, match="DEMO_TOKEN_FILE"):
+        load_settings(DemoSettings, [], {"DEMO_TOKEN_FILE": str(tmp_path / "token")})
+
+
 def test_printed_settings_hide_secrets(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,7 +32,8 @@ class TokenAuth:
             await self._app(scope, receive, send)
             return
         connection = HTTPConnection(scope)
-        if connection.url.path in self._open_paths or self._carries_token(connection):
+        # The path that is routed by; a URL made with the Host header could spell another one.
+        if scope["path"] in self._open_paths or self._carries_token(connection):
             await self._app(scope, receive, send)
         elif scope["type"] == "websocket":
             await receive()

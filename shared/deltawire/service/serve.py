@@ -65,8 +65,12 @@ class _DrainingServer(uvicorn.Server):
         self._loop.call_soon_threadsafe(lambda: None)
 
     async def _drain_then_exit(self) -> None:
-        await self._drain()
-        self.should_exit = True
+        try:
+            await self._drain()
+        except Exception:  # the border to the app: what fails in it must not keep it alive
+            log.exception("drain failed")
+        finally:
+            self.should_exit = True
 
 
 async def serve(

@@ -75,8 +75,15 @@ def _from_files(
     for name in kind.model_fields:
         path = environ.get(f"{prefix}{name.upper()}_FILE")
         if path and not environ.get(f"{prefix}{name.upper()}"):
-            try:
-                found[name] = Path(path).read_text().strip()
-            except OSError as error:
-                raise SettingsError(f"{prefix}{name.upper()}_FILE: {error}") from error
+            found[name] = _said_in(Path(path), f"{prefix}{name.upper()}_FILE")
     return found
+
+
+def _said_in(path: Path, variable: str) -> str:
+    try:
+        said = path.read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"{variable}: {error}") from error
+    if not said:  # an empty token would let everybody in
+        raise SettingsError(f"{variable}: {path} is empty; write the value into it")
+    return said
