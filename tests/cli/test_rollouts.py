@@ -84,6 +84,51 @@ def test_a_status_and_a_limit_choose(run_folder, capsys):
     ]
 
 
+def test_a_line_separator_in_what_was_said_ends_no_record(tmp_path, capsys):
+    said = "before\u2028after\x85end"
+    first, *others = group(1).rollouts
+    told = first.model_copy(update={"info": {"word": said}})
+    recorded = group(1).model_copy(update={"rollouts": [told, *others]})
+    (tmp_path / "rollouts").mkdir()
+    path = tmp_path / "rollouts" / "step_000001.jsonl"
+    path.write_text(recorded.model_dump_json() + "\n", encoding="utf-8")
+    assert shown(capsys, str(tmp_path), limit=1)[0]["info"] == {"word": said}
+
+
+def test_groups_that_errors_left_nothing_of_show_among_the_errors(run_folder, capsys):
+    why = "picky: ValueError: bad\u2028word"
+    events = [
+        {"kind": "dropped", "group_id": "r1-g3", "reason": "unusable"},
+        {"kind": "dropped", "group_id": "r1-g4", "reason": "stale"},
+        {"kind": "trained", "record": {"step": 2, "error_reason": why}},
+        {"kind": "dropped", "group_id": "r1-g5", "reason": "dead_letter: not msgpack"},
+        {"kind": "dropped", "group_id": "r1-g6", "reason": "unusable"},
+    ]
+    text = "".join(json.dumps(event, ensure_ascii=False) + "\n" for event in events)
+    with open(f"{run_folder}/journal.jsonl", "w", encoding="utf-8") as journal:
+        journal.write(text)
+    rows = shown(capsys, run_folder, status="error")
+    assert [(row["rollout_id"], row["reason"]) for row in rows] == [
+        ("r1-g2/0", "picky: ValueError: no"),
+        ("r1-g2/1", "picky: ValueError: no"),
+        ("r1-g6", "group dropped: unusable"),
+        ("r1-g5", "group dropped: dead_letter: not msgpack"),
+        ("r1-g3", f"group dropped: unusable: {why}"),
+    ]
+    assert all(row["reward"] is None for row in rows)
+    assert drawn(rows, width=120)[3][1] == "-", "it was part of no step"
+    assert len(shown(capsys, run_folder, status="error", limit=3)) == 3
+    assert len(shown(capsys, run_folder, status="ok")) == 2, "no drop is among what went well"
+
+
+def test_a_run_whose_every_group_failed_shows_them_too(tmp_path, capsys):
+    event = {"kind": "dropped", "group_id": "r1-g0", "reason": "unusable"}
+    (tmp_path / "journal.jsonl").write_text(json.dumps(event) + "\n")
+    assert [row["rollout_id"] for row in shown(capsys, str(tmp_path), status="error")] == ["r1-g0"]
+    with pytest.raises(SettingsError, match="holds no rollouts"):
+        shown(capsys, str(tmp_path))
+
+
 def test_one_rollout_is_read_in_full(run_folder, capsys):
     show_rollouts(run_folder, show="r1-g1/1", limit=1, status="", as_json=False)
     text = capsys.readouterr().out
@@ -144,7 +189,13 @@ async def test_a_running_trainer_is_asked_with_the_token(capsys, monkeypatch):
     }
     app = FastAPI()
     app.add_middleware(TokenAuth, token=SecretStr("secret"))
+    status = {
+        "dead_letters": [{"id": "r1-g9", "reason": "not msgpack"}],
+        "groups": {"dropped": {"unusable": 3}},
+        "error_reason": "picky: ValueError: no",
+    }
     app.get("/rollouts")(lambda limit: [summary])
+    app.get("/status")(lambda: status)
     app.get("/rollouts/{rollout_id:path}")(
         lambda rollout_id: {"summary": summary, "rollout": rollout.model_dump(mode="json")}
     )
@@ -155,6 +206,8 @@ async def test_a_running_trainer_is_asked_with_the_token(capsys, monkeypatch):
     try:
         rows = await asyncio.to_thread(shown, capsys, url)
         one = await asyncio.to_thread(shown, capsys, url, show="g3/1")
+        failed = await asyncio.to_thread(shown, capsys, url, status="error")
+        await asyncio.to_thread(show_rollouts, url, show="", limit=9, status="error", as_json=False)
         monkeypatch.setenv("DELTAWIRE_TOKEN", "wrong")
         with pytest.raises(RemoteError, match="401"):
             await asyncio.to_thread(shown, capsys, url)
@@ -163,6 +216,8 @@ async def test_a_running_trainer_is_asked_with_the_token(capsys, monkeypatch):
         await serving
         listener.close()
     assert rows == [summary]
+    assert [row["rollout_id"] for row in failed] == ["r1-g9"]
+    assert "3 groups dropped whole: picky: ValueError: no" in capsys.readouterr().out
     assert one["rollout_id"] == "r1-g3/1"
 
 

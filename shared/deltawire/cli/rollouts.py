@@ -1,25 +1,25 @@
 """`deltawire rollouts`: look at what was trained on, from a run folder or a running trainer."""
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-import httpx
-from pydantic import SecretStr, ValidationError
+from pydantic import ValidationError
 from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from deltawire.control.client import token_headers
+from deltawire.cli.dropped import failed_groups, unnamed_failures
+from deltawire.cli.trainer_face import get_json, is_url
 from deltawire.protocol.errors import MalformedMessage, MalformedObject, RemoteError, SettingsError
 from deltawire.protocol.rollouts import Rollout, RolloutGroup, Sequence
 
-_TIMEOUT_S = 20.0
 _COLUMNS = ("rollout", "step", "reward", "status", "tokens", "versions")
+_MOST_ASKED = 512
+"""Rollouts of one answer of a trainer."""
 _WIDE = 110
 """Columns of a terminal from which on the parts of the reward are shown."""
 _STATUS_STYLE = {"ok": "green", "truncated": "yellow", "error": "red"}
@@ -36,7 +36,7 @@ class Seen:
 
 def show_rollouts(source: str, *, show: str, limit: int, status: str, as_json: bool) -> int:
     """Print a table, or one rollout in full. 0 when there was something to show."""
-    remote = source.startswith(("http://", "https://"))
+    remote = is_url(source)
     console = Console()
     output: RenderableType
     if show:
@@ -47,14 +47,25 @@ def show_rollouts(source: str, *, show: str, limit: int, status: str, as_json: b
             "reward": reward_of(found.rollout),
         }
     else:
-        rows = _summaries(source, limit) if remote else _newest(Path(source), limit, status)
-        rows = [row for row in rows if not status or row["status"] == status]
+        rows = _rows(source, limit=limit, status=status)
         output, data = overview(rows, width=console.width), rows
     if as_json:
         console.print_json(json.dumps(data))
     else:
         console.print(output)
+        if remote and status == "error" and (more := unnamed_failures(source)):
+            console.print(Text(more))
     return 0
+
+
+def _rows(source: str, *, limit: int, status: str) -> list[dict[str, Any]]:
+    """Rollouts that were trained on; among errors also the groups that nothing was left of."""
+    failed = failed_groups(source) if status == "error" else []
+    if is_url(source):
+        rows = _summaries(source, _MOST_ASKED if status else limit)
+    else:
+        rows = _newest(Path(source), limit, status, may_be_none=bool(failed))
+    return [*(row for row in rows if not status or row["status"] == status), *failed][:limit]
 
 
 def overview(rows: list[dict[str, Any]], *, width: int) -> Table:
@@ -67,11 +78,11 @@ def overview(rows: list[dict[str, Any]], *, width: int) -> Table:
     for row in rows:
         cells: list[str | Text] = [
             Text(short_id(row["rollout_id"], row.get("run_id", "")), no_wrap=True),
-            str(row["step"]),
+            _or_dash(row["step"]),
             _reward(row["reward"]),
             Text(row["status"], style=_STATUS_STYLE.get(row["status"], "")),
-            str(row["tokens"]),
-            f"{row['oldest_version']}..{row['newest_version']}",
+            _or_dash(row["tokens"]),
+            f"{_or_dash(row['oldest_version'])}..{_or_dash(row['newest_version'])}",
         ]
         if reasons:
             cells.append(Text(row.get("reason", "")))
@@ -90,6 +101,10 @@ def short_id(rollout_id: str, run_id: str) -> str:
 
 def _reward(reward: float | None) -> str:
     return "-" if reward is None else f"{reward:.3f}"
+
+
+def _or_dash(number: int | None) -> str:
+    return "-" if number is None else str(number)
 
 
 def _named(values: dict[str, Any], form: str) -> str:
@@ -154,9 +169,11 @@ def tokenizer_of(folder: Path) -> Any | None:
 # -- a run folder ---------------------------------------------------------------------------------
 
 
-def _newest(folder: Path, limit: int, status: str) -> list[dict[str, Any]]:
-    rows = []
-    for seen in _recorded(folder):
+def _newest(
+    folder: Path, limit: int, status: str, *, may_be_none: bool = False
+) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for seen in _recorded(folder, may_be_none=may_be_none):
         if not status or seen.rollout.status == status:
             rows.append(_summary(seen))
         if len(rows) == limit:
@@ -171,14 +188,15 @@ def _read(folder: Path, rollout_id: str) -> Seen:
     raise SettingsError(f"no rollout {rollout_id!r} in {folder}; list them without --show")
 
 
-def _recorded(folder: Path) -> Iterator[Seen]:
+def _recorded(folder: Path, *, may_be_none: bool = False) -> Iterator[Seen]:
     """All rollouts on disk, newest step first."""
     files = sorted(folder.glob("rollouts/step_*.jsonl"), reverse=True)
-    if not files:
+    if not files and not may_be_none:
         raise SettingsError(f"{folder} holds no rollouts; name a run folder or a trainer's URL")
     for path in files:
         step = int(path.stem.removeprefix("step_"))
-        for line in path.read_text().splitlines():
+        # Not splitlines(): what a policy says may hold U+2028, which ends no line of JSON.
+        for line in path.read_text(encoding="utf-8").removesuffix("\n").split("\n"):
             try:
                 group = RolloutGroup.model_validate_json(line)
             except ValidationError as error:
@@ -208,7 +226,7 @@ def _summary(seen: Seen) -> dict[str, Any]:
 
 
 def _summaries(url: str, limit: int) -> list[dict[str, Any]]:
-    answer: list[dict[str, Any]] = get_json(url, f"/rollouts?limit={min(limit, 512)}")
+    answer: list[dict[str, Any]] = get_json(url, f"/rollouts?limit={min(limit, _MOST_ASKED)}")
     return answer
 
 
@@ -219,16 +237,3 @@ def _fetched(url: str, rollout_id: str) -> Seen:
         return Seen(step=int(answer["summary"]["step"]), rollout=rollout)
     except (KeyError, TypeError, ValueError) as error:
         raise RemoteError(url, status=200, detail=f"not a rollout: {error}") from error
-
-
-def get_json(url: str, path: str) -> Any:
-    """What a trainer answers. Raises RemoteError."""
-    token = os.environ.get("DELTAWIRE_TOKEN")
-    headers = token_headers(SecretStr(token) if token else None)
-    try:
-        response = httpx.get(url.rstrip("/") + path, headers=headers, timeout=_TIMEOUT_S)
-        if response.is_error:
-            raise RemoteError(url, status=response.status_code, detail=response.text[:300])
-        return response.json()
-    except (httpx.HTTPError, ValueError) as error:
-        raise RemoteError(url, status=0, detail=f"{type(error).__name__}: {error}") from error
