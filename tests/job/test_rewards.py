@@ -217,3 +217,23 @@ async def test_an_answer_of_the_wrong_length_is_an_error(judged) -> None:
 
     with pytest.raises(RemoteError, match="1 episodes were sent, 0 scores came back"):
         await judged(short).score(transcript("abc"))
+
+
+async def test_a_metric_that_is_no_number_travels_and_keeps_nobody_waiting(judged) -> None:
+    odd = transcript("abc")
+    odd.metrics["valid"] = math.nan
+    async with asyncio.timeout(10.0):
+        assert (await judged(Judge()).score(odd)).value == 3.0
+
+
+async def test_whatever_goes_wrong_with_a_batch_is_told_to_all_who_wait(judged) -> None:
+    async def broken(request: httpx.Request) -> httpx.Response:
+        raise LookupError("no such judge")
+
+    scorer = judged(broken)
+    async with asyncio.timeout(10.0):
+        failures = await asyncio.gather(
+            *(scorer.score(transcript("x" * n)) for n in (1, 2)), return_exceptions=True
+        )
+    assert [type(failure) for failure in failures] == [RemoteError, RemoteError]
+    assert "LookupError: no such judge" in str(failures[0])

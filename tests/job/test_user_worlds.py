@@ -213,6 +213,14 @@ def test_a_dataset_without_any_reward_is_refused() -> None:
     resolve(Job(name="any", env=Env(dataset=[{"prompt": "q"}]), rewards=[any_reward]))
 
 
+def test_a_line_separator_in_a_text_ends_no_row(tmp_path: Path) -> None:
+    rows = [{"prompt": "one\u2028two"}, {"prompt": "three\x85four"}]
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl").write_text(text, encoding="utf-8")
+    read = Rows("rows.jsonl", folder=tmp_path)
+    assert sum(read.count(split) for split in read.names()) == 2
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from pydantic import ValidationError
 
@@ -25,6 +25,8 @@ _BATCH_WINDOW_S = 0.005
 _RETRY_WAITS_S = (0.2, 1.0)
 _RETRIED_STATUS = frozenset({429, 502, 503, 504})
 _CACHED_SCORES = 4096
+
+_Asked: TypeAlias = "tuple[ScoredEpisode, asyncio.Future[ScoreAnswer]]"
 
 
 class HttpScorer:
@@ -47,7 +49,7 @@ class HttpScorer:
         self.timeout_s, self.on_error = timeout_s, on_error
         self._headers, self._batch = dict(headers or {}), batch
         self._known: OrderedDict[str, asyncio.Future[ScoreAnswer]] = OrderedDict()
-        self._waiting: list[tuple[ScoredEpisode, asyncio.Future[ScoreAnswer]]] = []
+        self._waiting: list[_Asked] = []
         self._senders: set[asyncio.Task[None]] = set()
 
     async def score(self, episode: Transcript) -> Score:
@@ -88,25 +90,30 @@ class HttpScorer:
         try:
             scores = await self._ask(ScoreRequest(episodes=[asked for asked, _ in batch]))
         except RemoteError as error:
-            for _, future in batch:
-                future.set_exception(
-                    RemoteError(self.url, status=error.status, detail=error.detail)
-                )
-                future.exception()  # a caller that has gone needs no warning
-            return
-        for (_, future), score in zip(batch, scores, strict=True):
-            future.set_result(score)
+            self._fail(batch, status=error.status, detail=error.detail)
+        except Exception as error:  # noqa: BLE001 - the border of a batch: its callers wait for it
+            self._fail(batch, status=0, detail=f"{type(error).__name__}: {error}")
+        else:
+            for (_, future), score in zip(batch, scores, strict=True):
+                future.set_result(score)
+
+    def _fail(self, batch: list[_Asked], *, status: int, detail: str) -> None:
+        for _, future in batch:
+            future.set_exception(RemoteError(self.url, status=status, detail=detail))
+            future.exception()  # a caller that has gone needs no warning
 
     async def _ask(self, request: ScoreRequest) -> list[ScoreAnswer]:
         import httpx  # only jobs that use a scorer need it
 
-        body = request.model_dump(mode="json")
+        # Not httpx's own JSON, which refuses the NaN of a metric.
+        body = request.model_dump_json().encode()
+        headers = {"Content-Type": "application/json", **self._headers}
         status, detail = 0, ""
-        async with httpx.AsyncClient(timeout=self.timeout_s, headers=self._headers) as client:
+        async with httpx.AsyncClient(timeout=self.timeout_s, headers=headers) as client:
             for wait_s in (*_RETRY_WAITS_S, None):
                 try:
-                    answer = await client.post(self.url, json=body)
-                except httpx.TransportError as error:
+                    answer = await client.post(self.url, content=body)
+                except httpx.HTTPError as error:
                     status, detail = 0, f"{type(error).__name__}: {error}"
                 else:
                     if answer.status_code == 200:

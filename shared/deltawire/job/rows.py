@@ -89,7 +89,8 @@ def _read_lines(path: Path) -> list[Row]:
     if not path.is_file():
         raise JobError(f"no data set {path}; a path is relative to the job file")
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    # Not splitlines(): a text may hold U+2028, which ends no line of JSON.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():
             continue
         try:
