@@ -172,8 +172,25 @@ def test_a_template_that_keeps_earlier_turns_is_fine() -> None:
 
 
 @pytest.mark.parametrize(
+    "known",
+    [
+        "{% generation %}x{% endgeneration %}",
+        "{% for m in messages %}{% break %}{% endfor %}",
+        "{% if strftime_now('%Y') and tools is none %}x{% endif %}",
+        "{{ {'é': '<'} | tojson }}",
+    ],
+)
+def test_what_a_replica_renders_is_no_fault(known: str) -> None:
+    assert template_problem(known + FAITHFUL, CHAT) == ""
+
+
+@pytest.mark.parametrize(
     ("template", "said"),
-    [(FORGETFUL, "rewrites earlier turns"), (NO_SYSTEM, "no system"), ("{% if %}", "refuses")],
+    [
+        (FORGETFUL, "rewrites earlier turns"),
+        (NO_SYSTEM, "no system"),
+        ("{% if %}", "cannot be read"),
+    ],
 )
 def test_a_template_that_cannot_carry_the_conversation_is_told(template: str, said: str) -> None:
     assert said in template_problem(template, CHAT)

@@ -143,6 +143,7 @@ class OpenEnvServer:
         self.hang_on = ""
         self.fail_on = ""
         self.cut_on = ""
+        self.info: dict[str, object] = {}
         self.url = ""
         self.app = FastAPI()
         self.app.websocket("/ws")(self._serve)
@@ -199,7 +200,7 @@ class OpenEnvServer:
     async def _answer(
         self, socket: WebSocket, chat: list[dict[str, str]], *, reward: float | None, done: bool
     ) -> None:
-        observation = {"chat": chat, "metrics": {"solved": float(done)}, "info": {"n": len(chat)}}
+        observation = {"chat": chat, "metrics": {"solved": float(done)}, "info": self.info}
         data = {"observation": observation, "reward": reward, "done": done}
         await socket.send_json({"type": "observation", "data": data})
 

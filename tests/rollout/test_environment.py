@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
-from fastapi import FastAPI
+from fastapi import FastAPI, WebSocket
 from fastapi.responses import HTMLResponse, JSONResponse, Response
 
 from deltawire.protocol.errors import CapacityReached, EnvironmentFault, EpisodeFailed
@@ -300,8 +300,38 @@ def test_messages_are_found_in_any_observation(observation, messages):
         {"observation": {}, "reward": float("nan")},
         {"observation": {"chat": [3]}},
         {"observation": {"text": "x", "span_rewards": [[1]]}},
+        {"observation": {"text": "x", "span_rewards": [[0, 1, float("inf")]]}},
+        {"observation": {"text": "x", "agent_rewards": {"a": float("nan")}}},
+        {"observation": {"text": "x", "reward_parts": {"p": float("-inf")}}},
+        {"observation": {"text": "x", "metrics": {"m": 10**400}}},
     ],
 )
 def test_an_observation_without_sense_fails_the_episode(data):
     with pytest.raises(EpisodeFailed):
         parse_observation(data)
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        {"type": "observation", "data": ["text"]},
+        {"type": "error", "data": "it broke"},
+        {"type": "observation", "data": None},
+    ],
+)
+async def test_a_frame_of_another_shape_fails_the_episode(serve_app, frame):
+    app = FastAPI()
+
+    @app.get("/schema")
+    async def schema() -> dict[str, object]:
+        return {"action": {"properties": None, "required": None}}
+
+    @app.websocket("/ws")
+    async def play(socket: WebSocket) -> None:
+        await socket.accept()
+        await socket.receive_json()
+        await socket.send_json(frame)
+
+    async with serve_app(app) as url:
+        with pytest.raises(EpisodeFailed, match="OpenEnv protocol"):
+            await EnvironmentClient(url).start(Task(), deadline=Deadline.after(20.0))

@@ -193,6 +193,16 @@ async def test_an_end_that_the_world_calls_an_error_is_one(play, scripted_policy
     assert {(r.status, r.reason) for r in group.rollouts} == {("error", "the grader failed")}
 
 
+async def test_messages_that_the_template_refuses_are_the_worlds_fault(
+    play, scripted_policy, renderer, chat_tokenizer, monkeypatch
+):
+    policy = scripted_policy(renderer)
+    monkeypatch.setattr(renderer, "_tokenizer", chat_tokenizer("strict"))
+    out_of_turn = Observation(messages=[{"role": "user", "content": "u"}] * 2)
+    group = await play(Play(out_of_turn, END), policy)
+    assert all("refuses the conversation: not in turns" in r.reason for r in group.rollouts)
+
+
 # -- what is recorded -----------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import pytest
 from deltawire.protocol.errors import EngineError, VersionNotServed
 from deltawire.rollout.environment import EnvironmentClient
 from deltawire.rollout.producer import Producer
+from deltawire.streams import records
 from deltawire.streams.memory import MemoryStreams
 
 
@@ -100,6 +101,26 @@ async def test_an_environment_fault_is_a_rollout_with_its_reason(
     assert set(by_status) == {"ok", "error"}
     assert "the world broke" in by_status["error"].reason
     assert len(by_status["error"].sequences[0].turns) == 2, "what was sampled is kept"
+
+
+async def test_a_group_that_facts_make_too_large_is_told_of_once(
+    serve_openenv, scripted_policy, renderer, make_ticket, monkeypatch
+):
+    monkeypatch.setattr(records, "MAX_UNPACKED_BYTES", 20_000)
+    server = await serve_openenv(turns=1)
+    server.info = {"log": "x" * 30_000}
+    streams = MemoryStreams()
+    await streams.issue([make_ticket(group_size=2)])
+    async with producing(
+        streams=streams,
+        policy=scripted_policy(renderer),
+        environment=EnvironmentClient(server.url),
+        renderer=renderer,
+    ):
+        [delivered] = await streams.read(limit=1, timeout_s=60.0)
+    rollouts = delivered.group.rollouts
+    assert [r.status for r in rollouts] == ["error"] * 2
+    assert all("at most 20000 unpacked" in r.reason and not r.info for r in rollouts)
 
 
 async def test_a_hung_environment_ends_at_the_deadline_of_the_ticket(

@@ -157,6 +157,20 @@ def test_a_folder_without_a_template_is_refused_with_a_way_out(tiny_bpe, tmp_pat
         ChatTokenizer.from_folder(tmp_path)
 
 
+def test_a_folder_whose_template_is_broken_is_refused(tiny_bpe, tmp_path):
+    tiny_bpe.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text("{% for message in %}")
+    with pytest.raises(MalformedObject, match="chat template cannot be read"):
+        ChatTokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["u", None])
+def test_messages_that_a_template_refuses_are_the_callers_fault(chat_tokenizer, content):
+    twice = [{"role": "user", "content": content}] * 2
+    with pytest.raises(MalformedMessage, match="refuses the conversation"):
+        Renderer(chat_tokenizer("strict")).prompt(twice)
+
+
 # -- a real model's tokenizer ---------------------------------------------------------------------
 
 

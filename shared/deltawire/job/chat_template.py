@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deltawire.job.transcript import Message
+from deltawire.protocol.errors import MalformedMessage, MalformedObject
 
 
 def find_chat_template(source: str) -> str | None:
@@ -47,25 +48,18 @@ def template_problem(template: str, messages: Sequence[Message]) -> str:
     Every earlier state must be a prefix of the whole, or what was sampled would have to be
     tokenised again.
     """
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from deltawire.rollout.template import ChatTemplate
 
-    def refuse(reason: str) -> str:
-        raise TemplateError(reason)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-    environment.globals["raise_exception"] = refuse
-    environment.policies["json.dumps_kwargs"] = {"sort_keys": False, "ensure_ascii": False}
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "", "unk_token": ""}
     try:
-        compiled = environment.from_string(template)
+        compiled = ChatTemplate(template, special=special)
         shown = [
-            compiled.render(messages=messages[:upto], add_generation_prompt=False, **special)
+            compiled.render(messages[:upto])
             for upto in range(1, len(messages) + 1)
             if messages[upto - 1]["role"] in ("user", "tool", "assistant")
         ]
-    except TemplateError as error:
-        return f"the model's chat template refuses the conversation: {error}"
+    except (MalformedMessage, MalformedObject) as error:
+        return str(error)
     for earlier, later in itertools.pairwise(shown):
         if not later.startswith(earlier.rstrip()):
             return "the model's chat template rewrites earlier turns when a later one is added"

@@ -324,7 +324,9 @@ def _result(text: str, *, request_id: str) -> Any:
     try:
         frame = json.loads(text)
         kind, data = frame["type"], frame["data"]
-    except (ValueError, KeyError, TypeError) as error:
+        if not isinstance(data, Mapping):
+            raise ValueError("its data is no object")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise EpisodeFailed(f"not a frame of the OpenEnv protocol: {text[:120]!r}") from error
     if kind == "error":
         code, message = data.get("code", ""), data.get("message", "")
@@ -361,7 +363,7 @@ def _action_field(schema: Mapping[str, Any]) -> str:
     action = schema.get("action")
     if not isinstance(action, Mapping):
         return _MESSAGE_FIELD
-    properties, required = action.get("properties", {}), action.get("required", [])
-    if _MESSAGE_FIELD in properties or len(required) != 1:
+    properties, required = action.get("properties") or {}, action.get("required")
+    if not isinstance(required, list) or _MESSAGE_FIELD in properties or len(required) != 1:
         return _MESSAGE_FIELD
     return str(required[0])

@@ -51,19 +51,19 @@ def parse_observation(data: Mapping[str, Any]) -> Observation:
             done=bool(data.get("done", False)),
             metrics=_numbers(seen.get("metrics")),
             info=dict(seen["info"]) if isinstance(seen.get("info"), Mapping) else {},
-            reward_parts=_numbers(seen.get("reward_parts")),
+            reward_parts=_rewards(seen.get("reward_parts")),
             status=seen["status"] if seen.get("status") in ("truncated", "error") else "ok",
             reason=str(seen.get("reason") or ""),
             agent=str(seen.get("agent") or "policy"),
-            agent_rewards=_numbers(seen.get("agent_rewards")),
+            agent_rewards=_rewards(seen.get("agent_rewards")),
             turn_reward=_number(seen.get("turn_reward")),
             turn_rewards=[_number(reward) for reward in seen.get("turn_rewards") or []],
             span_rewards=[
-                (int(start), int(end), float(score))
+                (int(start), int(end), _finite(score))
                 for start, end, score in seen.get("span_rewards") or []
             ],
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise EpisodeFailed(f"an observation we cannot read: {error}") from error
 
 
@@ -87,12 +87,18 @@ def _message(message: object) -> dict[str, str]:
 
 
 def _number(value: object) -> float | None:
-    if value is None:
-        return None
+    return None if value is None else _finite(value)
+
+
+def _finite(value: object) -> float:
     number = float(value)  # type: ignore[arg-type]
     if not math.isfinite(number):
         raise ValueError(f"a reward of {number}")
     return number
+
+
+def _rewards(values: object) -> dict[str, float]:
+    return {name: _finite(value) for name, value in _numbers(values).items()}
 
 
 def _numbers(values: object) -> dict[str, float]:

@@ -20,7 +20,7 @@ from deltawire.protocol.errors import (
     StreamError,
     StreamUnavailable,
 )
-from deltawire.protocol.rollouts import RolloutGroup
+from deltawire.protocol.rollouts import Rollout, RolloutGroup
 from deltawire.rollout.completer import Completer
 from deltawire.rollout.environment import EnvironmentClient
 from deltawire.rollout.group import StragglerPolicy, Workshop, run_group
@@ -233,12 +233,23 @@ class Producer:
 
 
 def _without_tokens(group: RolloutGroup, reason: str) -> RolloutGroup:
-    """A group that is too large to travel becomes the news of it."""
+    """A group that is too large to travel becomes the news of it.
+
+    Nothing that an environment gave is kept: what it said of an episode may be what is too large.
+    """
     return group.model_copy(
         update={
             "rollouts": [
-                rollout.model_copy(update={"sequences": [], "status": "error", "reason": reason})
+                Rollout(
+                    rollout_id=rollout.rollout_id,
+                    status="error",
+                    reason=reason,
+                    sequences=[],
+                    timings_s=rollout.timings_s,
+                    replica_id=rollout.replica_id,
+                    environment_id=rollout.environment_id,
+                )
                 for rollout in group.rollouts
-            ]
+            ],
         }
     )

@@ -1,24 +1,19 @@
 """A chat tokenizer from a model folder: tokenizer.json and its chat template, nothing heavier.
 
-The template comes from a bucket, so it runs in jinja's immutable sandbox. Names and signatures are
-those of transformers' tokenizers, so that either can be handed to the renderer.
+Names and signatures are those of transformers' tokenizers, so that either can be handed to the
+renderer.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import tokenizers
 
 from deltawire.protocol.errors import MalformedMessage, MalformedObject
+from deltawire.rollout.template import ChatTemplate
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
@@ -29,10 +24,11 @@ class ChatTokenizer:
     def __init__(
         self, tokenizer: tokenizers.Tokenizer, *, template: str, special: Mapping[str, str]
     ) -> None:
-        """`special` maps names such as eos_token to their text, as templates use them."""
+        """`special` maps names such as eos_token to their text, as templates use them. Raises
+        MalformedObject for a text that is no template."""
         self._tokenizer = tokenizer
         self._special = dict(special)
-        self._template = _compiled(template)
+        self._template = ChatTemplate(template, special=special)
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ChatTokenizer":
@@ -58,20 +54,14 @@ class ChatTokenizer:
     ) -> str:
         """The conversation as text. `tokenize` exists for transformers' signature; only False.
 
-        Raises MalformedMessage when ids are asked for.
+        Raises MalformedMessage when ids are asked for, or when the template refuses the messages.
         """
         if tokenize:
             raise MalformedMessage(
                 "a ChatTokenizer renders text: call apply_chat_template(..., tokenize=False), then "
                 "encode() what it returns"
             )
-        return self._template.render(
-            messages=list(messages),
-            tools=None,
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **self._special,
-        )
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Ids of a text; special tokens written in it are recognised."""
@@ -125,35 +115,3 @@ def _template_text(path: Path, config: Mapping[str, Any]) -> str:
 
 def _text(token: str | Mapping[str, str]) -> str:
     return token if isinstance(token, str) else token["content"]
-
-
-def _compiled(template: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    functions: dict[str, Callable[..., object]] = {
-        "raise_exception": _raise_exception,
-        "strftime_now": lambda form: datetime.now().strftime(form),
-    }
-    environment.globals.update(functions)
-    return environment.from_string(template)
-
-
-def _tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-    # Not jinja's own, which escapes HTML.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-
-def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}`: marks assistant text in some templates; here it changes nothing."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja's own attribute
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
