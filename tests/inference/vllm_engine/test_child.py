@@ -51,7 +51,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @pytest.fixture
 async def child(tmp_path: Path) -> AsyncIterator[VllmChild]:
-    made = VllmChild(socket=tmp_path / "vllm.sock")
+    made = VllmChild(socket=tmp_path / "vllm.sock", memory=tmp_path / "memory")
     yield made
     await made.stop()
 

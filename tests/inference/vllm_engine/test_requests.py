@@ -10,12 +10,22 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deltawire.protocol.errors import EngineError, MalformedObject, SettingsError
+from deltawire.protocol.errors import (
+    EngineError,
+    MalformedObject,
+    SettingsError,
+    VersionNotServed,
+)
 from deltawire.protocol.generation import GenerateRequest, Sampling
-from deltawire.protocol.versions import VersionSpan
+from deltawire.protocol.versions import PolicyVersion, VersionSpan
 from deltawire_inference.engines.vllm.adapters import CONFIG_KEY, peft_folder
 from deltawire_inference.engines.vllm.options import VllmOptions, serve_command, serve_environment
-from deltawire_inference.engines.vllm.requests import completion_of, request_body, scores_of
+from deltawire_inference.engines.vllm.requests import (
+    completion_of,
+    request_body,
+    require_pin,
+    scores_of,
+)
 from deltawire_inference.engines.vllm.streaming import tokens_of_event
 from deltawire_inference.engines.vllm.workspace import Workspace
 
@@ -90,6 +100,15 @@ def test_without_spans_the_live_version_is_meant_and_a_foreign_label_is_refused(
         completion_of(choice(finish_reason="error"), request=request, version=4)
 
 
+def test_a_pin_holds_for_every_token() -> None:
+    pinned = GenerateRequest(prompt_ids=[1], policy_version=PolicyVersion(3))
+    require_pin(pinned, [PolicyVersion(3)], PolicyVersion(4))
+    require_pin(GenerateRequest(prompt_ids=[1]), [PolicyVersion(2)], PolicyVersion(4))
+    with pytest.raises(VersionNotServed) as caught:
+        require_pin(pinned, [PolicyVersion(3), PolicyVersion(4)], PolicyVersion(4))
+    assert caught.value.serving == 4
+
+
 def test_scores_are_those_of_the_prompt_itself() -> None:
     rows = [None, {"7": {"logprob": -2.0}, "1": {"logprob": -0.1}}]
     answer = {"choices": [{"prompt_logprobs": rows}]}
@@ -119,6 +138,7 @@ def test_streamed_tokens_end_with_the_finish_reason_and_an_error_is_raised() -> 
 def test_the_child_gets_no_secret_of_ours_and_our_arguments_win() -> None:
     options = VllmOptions(arguments=("--dtype", "float16"), adapters=3, environment={"A": "1"})
     inherited = {"PATH": "/bin", "INFERENCE_TOKEN": "s", "HF_TOKEN": "s", "AWS_SECRET": "s"}
+    inherited["DELTAWIRE_TOKEN"] = "s"
 
     environment = serve_environment(options, inherited)
     command = serve_command(options, model_dir=Path("/m"), socket=Path("/s.sock"), dtype="bfloat16")
@@ -151,6 +171,7 @@ def test_a_workspace_is_private_and_cleared_of_what_a_predecessor_left(tmp_path:
     workspace = Workspace(tmp_path / "state")
     workspace.open()
     (workspace.disk / "checkpoint-3").mkdir()
+    (workspace.disk / "adapter-policy-v7").mkdir()
     (workspace.memory / "old-plan").write_text("x")
 
     workspace.open()

@@ -1,5 +1,6 @@
 """Staging against two ranks' live weights, without vLLM: the workers are called directly."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -8,17 +9,28 @@ import torch
 
 from deltawire.codec.digest import Digest
 from deltawire.protocol.chain import Link
-from deltawire.protocol.errors import DeltawireError, DigestMismatch, MalformedObject
+from deltawire.protocol.errors import (
+    DeltawireError,
+    DigestMismatch,
+    EngineError,
+    MalformedObject,
+)
+from deltawire.protocol.versions import PolicyVersion
 from deltawire.store.local import LocalStore
 from deltawire.sync.follower import Follower
 from deltawire.sync.options import ANCHOR_SHARD_BYTES
 from deltawire.sync.publisher import Publisher
 from deltawire_inference.engines.vllm.checkpoint import write_checkpoint
+from deltawire_inference.engines.vllm.child import VllmChild
+from deltawire_inference.engines.vllm.client import SwapAnswer
+from deltawire_inference.engines.vllm.engine import VllmEngine, _Running
+from deltawire_inference.engines.vllm.options import VllmOptions
 from deltawire_inference.engines.vllm.remote_weights import RankMap
 from deltawire_inference.engines.vllm.staging import Stager
 from deltawire_inference.vllm_plugin.checkpoint_files import read_tensors
 from deltawire_inference.vllm_plugin.checkpoint_map import TensorSpec, UnmappableName
 from deltawire_inference.vllm_plugin.receiver import Receiver
+from deltawire_inference.vllm_plugin.swap_route import SwapOrder
 from deltawire_inference.vllm_plugin.trace import learn_map
 
 RANKS = 2
@@ -249,6 +261,36 @@ def test_a_delta_for_other_weights_is_refused_before_any_write(make_world: MakeW
     world.digest = true_digest
     world.follow()
     assert world.held() == world.expected()
+
+
+@pytest.mark.parametrize("have", [0, None])
+async def test_an_update_that_the_workers_refuse_is_held_by_nobody(
+    make_world: MakeWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, have: int | None
+) -> None:
+    async def refuse(order: SwapOrder) -> SwapAnswer:
+        return SwapAnswer(results=[{"refused": "the weights moved"}] * RANKS, pause_s=0.0)
+
+    world = make_world("compact", MAPPABLE)
+    world.step()
+    engine = VllmEngine(VllmOptions(state_dir=tmp_path / "state"))
+    monkeypatch.setattr(VllmChild, "alive", True)
+    engine._running = _Running(
+        client=None,
+        swap=refuse,
+        calls=world.calls,
+        stager=world.stager,
+        adapters=None,
+        policy=None,
+        version=PolicyVersion(0),
+        digest=world.digest,
+    )
+    staged = await engine.stage(world.fetch(have))
+    assert any(receiver._patches for receiver in world.calls.receivers)
+    with pytest.raises(EngineError, match="was not applied: the weights moved"):
+        await engine.apply(staged, mode="keep")
+    assert engine.version == 0
+    assert not any(receiver._patches for receiver in world.calls.receivers)
+    assert "merged" not in " ".join(os.listdir(tmp_path))
 
 
 def test_a_memory_fault_is_seen_when_the_digest_is_recomputed(make_world: MakeWorld) -> None:

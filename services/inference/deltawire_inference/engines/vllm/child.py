@@ -38,8 +38,9 @@ _LEASH = "deltawire_inference.engines.vllm.leash"
 class VllmChild:
     """One child at a time."""
 
-    def __init__(self, *, socket: Path) -> None:
-        self._socket = socket
+    def __init__(self, *, socket: Path, memory: Path) -> None:
+        """`memory` is removed when this process is killed and its child with it."""
+        self._socket, self._memory = socket, memory
         self._group_file = socket.with_suffix(".pgid")
         self._process: asyncio.subprocess.Process | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -70,12 +71,11 @@ class VllmChild:
             EngineError: It ended or did not answer in time; the message holds its last lines.
         """
         await self.stop()
-        kill_leftover(self._group_file)
         self._socket.unlink(missing_ok=True)
         self._answered = False
         started = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", _LEASH, *command),
+            *(sys.executable, "-m", _LEASH, str(self._memory), *command),
             env=dict(environment),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -95,20 +95,21 @@ class VllmChild:
         return time.monotonic() - started
 
     async def stop(self) -> None:
-        """Ask the whole group to stop, then kill it."""
+        """Ask the whole group to stop, then kill it; what a predecessor left is killed at once."""
         process, self._process = self._process, None
         self._answered = False
         if process is None:
+            kill_leftover(self._group_file)
             return
         _signal_group(process.pid, signal.SIGTERM)
-        if process.stdin is not None:
-            process.stdin.close()
         try:
             async with asyncio.timeout(_STOP_GRACE_S):
                 await process.wait()
         except TimeoutError:
             log.warning("vLLM did not stop and is killed", extra={"pid": process.pid})
         _signal_group(process.pid, signal.SIGKILL)
+        if process.stdin is not None:
+            process.stdin.close()  # only now: the leash takes it for our end
         if self._watcher is not None:
             await self._watcher
         self._group_file.unlink(missing_ok=True)

@@ -62,8 +62,10 @@ from deltawire_inference.engines.vllm.policy_adapter import (
 )
 from deltawire_inference.engines.vllm.remote_weights import RankMap
 from deltawire_inference.engines.vllm.requests import (
+    PIN_RETRY_S,
     completion_of,
     request_body,
+    require_pin,
     score_body,
     scores_of,
 )
@@ -76,8 +78,6 @@ from deltawire_inference.vllm_plugin.swap_route import SwapOrder
 log = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
 
-PIN_RETRY_S = 1.0
-"""When a request that asks for a version not yet served should come again."""
 _PAUSES: dict[SwapMode, tuple[PauseMode, bool]] = {
     "keep": ("keep", True),
     "keep_kv": ("keep", False),
@@ -121,7 +121,7 @@ class VllmEngine:
         self.capabilities = options.capabilities
         self._options = options
         self._workspace = Workspace(options.state_dir)
-        self._child = VllmChild(socket=self._workspace.socket)
+        self._child = VllmChild(socket=self._workspace.socket, memory=self._workspace.memory)
         self._running: _Running | None = None
         self._rate = TokenRate()
         self._in_flight = 0
@@ -187,6 +187,7 @@ class VllmEngine:
             for choice in answer["choices"]
         ]
         self._rate.add(sum(len(c.token_ids) for c in completions))
+        require_pin(request, [s.version for c in completions for s in c.spans], running.version)
         answered_by = answer.get("model")
         if answered_by != body["model"]:
             raise EngineError(f"{body['model']!r} was asked for, {answered_by!r} answered")
@@ -202,6 +203,7 @@ class VllmEngine:
             async with running.keeping(body["model"]):
                 async for line in running.client.stream(body):
                     version = running.version if running.policy is None else began_at
+                    require_pin(request, [version], running.version)
                     for token in tokens_of_event(json.loads(line), version=version):
                         self._rate.add(int(token.token_id is not None))
                         yield token
@@ -231,6 +233,22 @@ class VllmEngine:
         """See Engine. Where ranks disagree the child is stopped: nothing half applied serves."""
         running, patch = self._ready(), staged.token
         assert isinstance(patch, StagedPatch | StagedAdapter)
+        try:
+            pause_s = await self._enter(running, patch, staged, mode)
+        except (EngineError, DigestMismatch):
+            if isinstance(patch, StagedPatch) and self._running is running:
+                await asyncio.to_thread(running.stager.let_go, patch)
+            raise
+        return ApplyReport(pause_s=pause_s, mode=mode, digest=staged.new_digest)
+
+    async def _enter(
+        self,
+        running: _Running,
+        patch: StagedPatch | StagedAdapter,
+        staged: StagedUpdate,
+        mode: SwapMode,
+    ) -> float:
+        """Returns the pause in seconds. DigestMismatch for what was made for other weights."""
         if patch.base_digest != str(running.digest):
             raise DigestMismatch(
                 f"staged version {staged.version}",
@@ -238,12 +256,11 @@ class VllmEngine:
                 actual=str(running.digest),
             )
         if isinstance(patch, StagedAdapter):
-            pause_s = await asyncio.shield(self._swap_adapter(running, patch, staged, mode))
-            return ApplyReport(pause_s=pause_s, mode=mode, digest=staged.new_digest)
+            return await asyncio.shield(self._swap_adapter(running, patch, staged, mode))
         pause_s = await asyncio.shield(self._swap(running, patch.key, staged, mode))
         if patch.checkpoint is not None:
             await asyncio.to_thread(shutil.rmtree, patch.checkpoint, ignore_errors=True)
-        return ApplyReport(pause_s=pause_s, mode=mode, digest=staged.new_digest)
+        return pause_s
 
     async def verify(self) -> str:
         """See Engine. Reads the weights while tokens flow, so do not apply meanwhile."""
@@ -445,9 +462,8 @@ class VllmEngine:
 def _body(request: GenerateRequest, running: _Running) -> dict[str, Any]:
     """Check what the request asks for, and spell it as vLLM does."""
     serving = running.version
-    pin, floor = request.policy_version, request.min_version
-    if pin is not None and pin != serving:
-        raise VersionNotServed(wanted=pin, serving=serving, retry_after_s=PIN_RETRY_S)
+    floor = request.min_version
+    require_pin(request, [serving], serving)
     if floor is not None and floor > serving:
         raise VersionNotServed(wanted=floor, serving=serving, retry_after_s=PIN_RETRY_S)
     names = running.adapters.names if running.policy is None else (running.policy.name,)

@@ -19,7 +19,7 @@ _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _VERSIONS_AT_ONCE = 4
 """Versions of an adapter that requests of one batch may use."""
 _PRIVATE_PREFIXES = ("INFERENCE_", "TRAINER_", "ENVIRONMENT_", "AWS_")
-_PRIVATE = frozenset({"HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
+_PRIVATE = frozenset({"DELTAWIRE_TOKEN", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ unloaded when its last request has ended.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import shutil
@@ -92,16 +93,20 @@ class PolicyAdapter:
         self, patches: list[SparsePatch], *, version: PolicyVersion, held: Digest, digest: Digest
     ) -> StagedAdapter:
         """Have the child load what the patches make of the live adapter."""
-        tensors = {
-            name: tensor_of(
-                bits.copy(), self._live.layout[name].dtype, self._live.layout[name].shape
-            )
-            for name, bits in self._live.named_bits()
-        }
-        after = LiveTensors(tensors.items(), self._live.layout)
-        scatter(after, patches)
+        after = await asyncio.to_thread(self._patched, patches)
         name = await self._load(version, digest, after)
         return StagedAdapter(name=name, patches=patches, base_digest=str(held))
+
+    def _patched(self, patches: list[SparsePatch]) -> LiveTensors:
+        """A copy of the live adapter with patches on it."""
+        layout = self._live.layout
+        copies = {
+            name: tensor_of(bits.copy(), layout[name].dtype, layout[name].shape)
+            for name, bits in self._live.named_bits()
+        }
+        after = LiveTensors(copies.items(), layout)
+        scatter(after, patches)
+        return after
 
     async def enter(self, staged: StagedAdapter) -> None:
         """From here on new requests ask for it."""
@@ -132,7 +137,7 @@ class PolicyAdapter:
         name = adapter_name(version)
         folder = self._folder / f"adapter-{name}"
         if name not in self._loaded:
-            self._write(folder, version, digest, tensors)
+            await asyncio.to_thread(self._write, folder, version, digest, tensors)
             await self._client.load_adapter(name, folder)
             self._loaded[name] = folder
         return name

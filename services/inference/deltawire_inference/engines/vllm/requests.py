@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from deltawire.protocol.errors import EngineError
+from deltawire.protocol.errors import EngineError, VersionNotServed
 from deltawire.protocol.generation import (
     Completion,
     FinishReason,
@@ -18,6 +18,8 @@ from deltawire.protocol.generation import (
 )
 from deltawire.protocol.versions import PolicyVersion, VersionSpan
 
+PIN_RETRY_S = 1.0
+"""When a request that asks for a version not yet served should come again."""
 _FINISHES: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -103,6 +105,16 @@ def spans_of_choice(choice: dict[str, Any], *, tokens: int, version: int) -> lis
     if not spans and tokens:
         return [VersionSpan(version=PolicyVersion(version), start=0, end=tokens)]
     return spans
+
+
+def require_pin(
+    request: GenerateRequest, versions: Sequence[PolicyVersion], serving: PolicyVersion
+) -> None:
+    """Raises VersionNotServed where a request is pinned and some token is another version's: a swap
+    came before it, or in the middle."""
+    pin = request.policy_version
+    if pin is not None and any(version != pin for version in versions):
+        raise VersionNotServed(wanted=pin, serving=serving, retry_after_s=PIN_RETRY_S)
 
 
 def score_body(token_ids: Sequence[int], *, model: str) -> dict[str, Any]:

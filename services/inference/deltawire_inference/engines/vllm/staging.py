@@ -82,6 +82,12 @@ class Stager:
             self._discard(key)
             raise
 
+    def let_go(self, patch: StagedPatch) -> None:
+        """Forget an update that did not enter; it would be staged again under another key."""
+        self._discard(patch.key)
+        if patch.checkpoint is not None:
+            shutil.rmtree(patch.checkpoint, ignore_errors=True)
+
     def recomputed(self) -> Digest:
         """The digest over all live weights, read through the map."""
         weights = RemoteWeights(self._calls, self._maps, self._layout)

@@ -48,8 +48,9 @@ class Workspace:
             self.memory.rmdir()
 
     def clear(self) -> None:
-        """Remove patches and merged checkpoints."""
-        for path in (*self.disk.glob("checkpoint-*"), *self.disk.glob("merged-*")):
-            shutil.rmtree(path, ignore_errors=True)
+        """Remove patches, merged checkpoints and adapters."""
+        for kind in ("checkpoint", "merged", "adapter"):
+            for path in self.disk.glob(f"{kind}-*"):
+                shutil.rmtree(path, ignore_errors=True)
         for path in self.memory.glob("*"):
             path.unlink(missing_ok=True)
