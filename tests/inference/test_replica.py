@@ -231,6 +231,25 @@ async def test_a_broken_replica_generates_nothing(make_run: "MakeRun", serve: Se
         assert answer.status_code == 503 and answer.headers["Retry-After"] == "1"
 
 
+async def test_what_was_sampled_from_weights_that_turned_out_wrong_is_not_handed_out(
+    make_run: "MakeRun", serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollouts ask the replica itself, past the routes, and closing an engine takes its time."""
+    async with serve(make_run(), poll_s=3600) as serving:
+        replica, request = serving.replica, GenerateRequest(prompt_ids=[1], sampling=SHORT)
+        sampled = await replica.generate(request)
+
+        async def sample(request: GenerateRequest) -> GenerateResponse:
+            replica.state = "broken"
+            return sampled
+
+        monkeypatch.setattr(serving.engine, "generate", sample)
+        with pytest.raises(ReplicaBroken):
+            await replica.generate(request)
+        with pytest.raises(ReplicaBroken, match="no trusted weights are loaded: broken"):
+            await anext(replica.stream(request))
+
+
 @pytest.mark.parametrize("mode", ["keep", "keep_kv", "drain", "abort"])
 async def test_under_32_requests_ten_swaps_fail_none(
     make_run: "MakeRun", serve: Serve, mode: SwapMode

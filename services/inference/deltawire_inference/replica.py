@@ -13,6 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
+from contextlib import aclosing
 from typing import TypeVar
 
 from deltawire.protocol.chain import Head, Link
@@ -81,13 +82,24 @@ class Replica:
         self._verified_at = 0.0
 
     async def generate(self, request: GenerateRequest) -> GenerateResponse:
-        """Sample, signed with the replica's id. ReplicaBroken while nothing may be served."""
+        """Sample, signed with the replica's id. ReplicaBroken while nothing may be served, and for
+        what was sampled from weights that turned out wrong meanwhile."""
+        self._require_trusted()
         answer = await self.engine.generate(request)
+        self._require_trusted()
         return answer.model_copy(update={"replica_id": self.replica_id})
 
-    def stream(self, request: GenerateRequest) -> AsyncGenerator[SampledToken, None]:
-        """Sample token by token."""
-        return self.engine.stream(request)
+    async def stream(self, request: GenerateRequest) -> AsyncGenerator[SampledToken, None]:
+        """Sample token by token. ReplicaBroken as `generate`."""
+        self._require_trusted()
+        async with aclosing(self.engine.stream(request)) as tokens:
+            async for token in tokens:
+                self._require_trusted()
+                yield token
+
+    def _require_trusted(self) -> None:
+        if self.state in ("joining", "broken"):
+            raise ReplicaBroken(f"no trusted weights are loaded: {self.state}")
 
     def notice(self, notice: WeightNotice) -> None:
         """Look at the bucket now. InvalidKey for a notice about another bucket, run or file."""
