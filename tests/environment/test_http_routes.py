@@ -1,5 +1,8 @@
 """The HTTP side: OpenEnv's routes, sessions by header, the job, scores, limits."""
 
+import asyncio
+import time
+
 import pytest
 
 from deltawire.job import Env, Job, Transcript, reward
@@ -200,3 +203,36 @@ async def test_mcp_lists_and_calls_tools_and_keeps_sessions(serve_environment) -
         assert (await rpc("resources/list"))["error"]["code"] == -32601
         assert (await http.post("/mcp", content=b"{")).json()["error"]["code"] == -32700
         assert len(running.environment.sessions) == 0
+
+
+class OneAtATime:
+    """Notes when two calls of one object run side by side."""
+
+    overlaps = 0
+
+    def reset(self) -> str:
+        self.busy = False
+        return "Hello."
+
+    def step(self, message: str) -> str:
+        OneAtATime.overlaps += self.busy
+        self.busy = True
+        time.sleep(0.05)
+        self.busy = False
+        return "Go on."
+
+
+async def test_mcp_calls_of_one_session_wait_for_each_other(serve_environment) -> None:
+    OneAtATime.overlaps = 0
+    job = Job(name="one", env=Env(OneAtATime, max_turns=50))
+    async with serve_environment(job=job) as running, running.http() as http:
+
+        async def rpc(method: str, **params: object) -> dict:
+            body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
+            return (await http.post("/mcp", json=body)).json()["result"]
+
+        session = (await rpc("openenv/session/create"))["session_id"]
+        call = {"name": "act", "arguments": {"message": "x"}, "session_id": session}
+        said = await asyncio.gather(*(rpc("tools/call", **call) for _ in range(4)))
+    assert [answer["data"] for answer in said] == ["Go on."] * 4
+    assert OneAtATime.overlaps == 0

@@ -2,11 +2,17 @@
 
 import asyncio
 import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
 
 import psutil
 import pytest
 
+from deltawire.protocol.errors import EpisodeFailed
 from deltawire_environment.sandbox import seccomp
+from deltawire_environment.sandbox.forks import Forks
 from deltawire_environment.sandbox.pool import Call, Program, SandboxPool
 
 from . import hostile
@@ -87,6 +93,16 @@ async def test_a_dead_server_is_started_again(sandboxes: SandboxPool) -> None:
         process.kill()
     outcomes = [(await sandboxes.run(TRIPLE)).status for _ in range(3)]
     assert outcomes[-1] == "ok"
+
+
+async def test_a_server_that_does_not_start_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(EpisodeFailed, match="did not start"):
+        await Forks.start(mode="closed", memory_bytes=2**24, cpu_s=1)
+    assert os.listdir(tmp_path) == []
 
 
 async def test_one_sandbox_is_kept_warm_for_every_running_episode(sandboxes: SandboxPool) -> None:

@@ -3,13 +3,21 @@
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator
+from typing import ClassVar
 
 import pytest
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from deltawire.job import Env, Job
+from deltawire.job import Env, Job, Reply
+from deltawire.job.resolve import resolve
+from deltawire.protocol.rollouts import Task
+from deltawire_environment.app import Environment
+from deltawire_environment.pool import Pool
+from deltawire_environment.sessions import SessionGone
+from deltawire_environment.settings import EnvironmentSettings
 from deltawire_environment.ws import SESSION_HEADER
 
 
@@ -177,6 +185,10 @@ class Moody:
             raise ZeroDivisionError("a user's mistake")
         if message == "exit":
             raise SystemExit(3)
+        if message == "no data":
+            return Reply(info={"thing": object()})  # type: ignore[dict-item,return-value]
+        if message == "no chat":
+            return Reply(chat="Hello")  # type: ignore[arg-type,return-value]
         if message == "nonsense":
             return 3.5  # type: ignore[return-value]
         return "Go on."
@@ -188,6 +200,8 @@ class Moody:
         ("crash", "ZeroDivisionError: a user's mistake"),
         ("exit", "SystemExit"),
         ("nonsense", "return text, a Reply or"),
+        ("no data", "no plain data: Object of type object"),
+        ("no chat", "no plain data"),
     ],
 )
 async def test_a_users_mistake_is_a_typed_error_with_a_reason_and_the_session_lives_on(
@@ -205,6 +219,75 @@ async def test_a_users_mistake_is_a_typed_error_with_a_reason_and_the_session_li
         assert (await running.environment.status()).errors_total == 2
 
 
+async def test_a_world_on_the_event_loop_cannot_end_the_service_either() -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(RuntimeError, match="SystemExit"):
+        await Pool(1)(leave, timeout_s=1.0, blocking=False)
+
+
+class Tidy:
+    """A world whose close() takes its time."""
+
+    threads: ClassVar[list[threading.Thread]] = []
+
+    def reset(self) -> str:
+        return "Hello."
+
+    def step(self, message: str) -> str:
+        return "Go on."
+
+    def close(self) -> None:
+        self.threads.append(threading.current_thread())
+
+
+class TidyAsync(Tidy):
+    async def close(self) -> None:
+        await asyncio.sleep(0)
+        super().close()
+
+
+@pytest.mark.parametrize("kind", [Tidy, TidyAsync])
+async def test_what_a_session_held_is_given_back_beside_the_event_loop(
+    serve_environment, kind: type[Tidy]
+) -> None:
+    kind.threads.clear()
+    job = Job(name="tidy", env=Env(kind, max_turns=5))
+    async with serve_environment(job=job) as running:
+        async with socket_to(running) as socket:
+            await ask(socket, type="reset", data={})
+            await ask(socket, type="reset", data={})
+        await running.emptied()
+    assert len(kind.threads) == 2, "the end of the service waits for the last one"
+    on_the_loop = [thread is threading.current_thread() for thread in kind.threads]
+    assert on_the_loop == [kind is TidyAsync] * 2
+
+
+class SlowStart(TidyAsync):
+    go_on: ClassVar[asyncio.Event]
+
+    async def reset(self) -> str:
+        await self.go_on.wait()
+        return "Hello."
+
+
+async def test_an_episode_that_begins_in_a_closed_session_is_closed_too() -> None:
+    SlowStart.threads.clear()
+    SlowStart.go_on = asyncio.Event()
+    job = resolve(Job(name="slow", env=Env(SlowStart, max_turns=5)))
+    environment = Environment(EnvironmentSettings(), job)
+    session = environment.sessions.open(owned_by_socket=True)
+    starting = asyncio.create_task(environment.episodes.start(session, Task(), episode_id=None))
+    await asyncio.sleep(0)
+    environment.sessions.close(session)
+    SlowStart.go_on.set()
+    with pytest.raises(SessionGone):
+        await starting
+    await environment.close()
+    assert len(SlowStart.threads) == 1
+
+
 class Sleepy:
     """A world that never comes back."""
 
@@ -220,8 +303,6 @@ class Sleepy:
 
 
 async def test_a_hanging_step_is_given_up_and_holds_nobody_else_up(serve_environment) -> None:
-    import threading
-
     Sleepy.release = threading.Event()
     job = Job(name="sleepy", env=Env(Sleepy))
     settings = {"step_timeout_s": 0.2, "pool_workers": 1}

@@ -252,6 +252,7 @@ def test_code_is_taken_from_the_last_block_or_the_whole_message() -> None:
         ([1, [2]], [1, [2]], True),
         ([1], [1, 2], False),
         (0.1 + 0.2, 0.3, True),
+        (10**400, 0.5, False),
         ({"a": 1}, {"a": 1}, True),
         ("1", 1, False),
         (None, None, True),

@@ -11,7 +11,7 @@ import pytest
 from deltawire.job import Env, Job, Message, Reply, reward
 from deltawire.job.resolve import resolve
 from deltawire.job.rows import Rows
-from deltawire.job.toolset import tool_of
+from deltawire.job.toolset import parse_calls, tool_of
 from deltawire.job.world import Episode
 from deltawire.protocol.errors import JobError
 from deltawire.protocol.rollouts import Task
@@ -180,6 +180,12 @@ async def test_a_trl_environment_class_works_unchanged() -> None:
     assert reply.messages == [{"role": "tool", "content": "10"}]
     end = await stepped(episode, "There.")
     assert (end.done, end.reward) == (True, 1.0)
+
+
+def test_a_call_too_deep_to_read_is_told_to_the_policy() -> None:
+    deep = '{"name": ' + "[" * 100_000 + "}"
+    [read] = parse_calls(f"<tool_call>{deep}</tool_call>")
+    assert "not JSON" in read.problem
 
 
 def test_a_tools_schema_comes_from_its_hints_and_its_docstring() -> None:

@@ -90,9 +90,10 @@ class Environment:
             self.metrics.set("sessions_active", len(self.sessions))
             self.metrics.set("pool_hanging", self.pool.hanging)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """The end: every episode gives back what it holds."""
         self.sessions.close_all()
+        await self.episodes.closed()
         for world in self.episodes.worlds.values():
             world.close()
         self.pool.close()
@@ -109,7 +110,7 @@ def create_app(environment: Environment) -> FastAPI:
                 yield
             finally:
                 reaper.cancel()
-                environment.close()
+                await environment.close()
 
     app = create_service_app(
         title="environment",

@@ -4,7 +4,9 @@ Built-in worlds run on the event loop; worlds that block run in the pool. What g
 user's code becomes an EpisodeFailed with its reason: the session lives on, and nothing is scored 0.
 """
 
+import asyncio
 import dataclasses
+import json
 import logging
 import random
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -17,16 +19,19 @@ from deltawire.job.reward import Rewarder
 from deltawire.job.scoring import EpisodeScore, score_episode
 from deltawire.job.suggestion import unknown
 from deltawire.job.transcript import Message, Transcript
-from deltawire.job.world import Action, BadAction, Reply, World
+from deltawire.job.world import Action, BadAction, Episode, Reply, World
 from deltawire.protocol.errors import EpisodeFailed
 from deltawire.protocol.rollouts import Task
 from deltawire.service.metrics import Metrics
 from deltawire_environment.pool import Pool
-from deltawire_environment.sessions import Session
+from deltawire_environment.sessions import Session, SessionGone
 
 Value = TypeVar("Value")
 
 log = logging.getLogger(__name__)
+
+_CLOSE_S = 2.0
+"""How long the end of the service waits for episodes to give back what they hold."""
 
 
 class Episodes:
@@ -48,6 +53,7 @@ class Episodes:
         self.steps_total = 0
         self.errors_total = 0
         self._pool, self._metrics, self._step_timeout_s = pool, metrics, step_timeout_s
+        self._closing: set[asyncio.Task[None]] = set()
 
     def world(self, name: str = "") -> World:
         """A world by name; "" is the default one. Raises BadAction for an unknown name."""
@@ -63,6 +69,10 @@ class Episodes:
         rng = random.Random(f"{task.seed}/{task.split}/{task.index}")
         episode, reply = await self._guard(world, "reset", lambda: world.start(task, rng))
         session.world, session.episode, session.episode_id = world, episode, episode_id
+        if session.closed:  # while its world began: nobody else would close the episode
+            self.close(session)
+            raise SessionGone("the session was closed meanwhile; its episode is lost")
+        self._demand_plain(world, "reset", reply)
         session.step_count = 0
         row = dict(episode.row) or task.row
         session.transcript = Transcript(
@@ -84,6 +94,7 @@ class Episodes:
         _check_fields(world, action)
         with self._metrics.span("environment_step"):
             reply = await self._guard(world, "step", lambda: episode.step(action))
+        self._demand_plain(world, "step", reply)
         session.step_count += 1
         self.steps_total += 1
         _write_down(transcript, action, reply)
@@ -99,12 +110,22 @@ class Episodes:
         return score
 
     def close(self, session: Session) -> None:
-        """Give back what the session's episode holds."""
+        """Give back what the session's episode holds, beside the event loop where it may block."""
         episode, session.episode = session.episode, None
-        if episode is None:
-            return
+        if episode is not None and session.world is not None:
+            closing = asyncio.create_task(self._close(session.world, episode))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+
+    async def closed(self) -> None:
+        """Return when all episodes that were closed have given back what they held, or after a
+        while."""
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=_CLOSE_S)
+
+    async def _close(self, world: World, episode: Episode) -> None:
         try:
-            episode.close()
+            await self._pool(episode.close, timeout_s=self._step_timeout_s, blocking=world.blocking)
         except Exception as error:  # noqa: BLE001 - the border to a user's close()
             log.warning("close failed", extra={"reason": describe(error)})
 
@@ -129,11 +150,21 @@ class Episodes:
         except BadAction:
             raise
         except Exception as error:  # the border to a world, which may be a user's
-            self.errors_total += 1
-            self._metrics.count("environment_errors_total", world=world.name)
-            reason = f"{world.name}.{verb} failed: {describe(error)}"
-            log.warning("episode failed", extra={"world": world.name, "reason": reason})
-            raise EpisodeFailed(reason) from error
+            raise self._failed(world, verb, describe(error)) from error
+
+    def _demand_plain(self, world: World, verb: str, reply: Reply) -> None:
+        """Raises EpisodeFailed for a reply that no client could be sent."""
+        try:
+            json.dumps([reply.observation(), reply.reward, reply.done])
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            raise self._failed(world, verb, f"it answered no plain data: {error}") from error
+
+    def _failed(self, world: World, verb: str, why: str) -> EpisodeFailed:
+        self.errors_total += 1
+        self._metrics.count("environment_errors_total", world=world.name)
+        reason = f"{world.name}.{verb} failed: {why}"
+        log.warning("episode failed", extra={"world": world.name, "reason": reason})
+        return EpisodeFailed(reason)
 
 
 def task_of(data: Mapping[str, JsonValue]) -> Task:

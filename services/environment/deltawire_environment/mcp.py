@@ -1,5 +1,6 @@
 """MCP over JSON-RPC 2.0: a world's tools for clients that speak it, and OpenEnv's session calls."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Literal
 
@@ -43,7 +44,8 @@ class McpDesk:
         self._sessions, self._episodes = sessions, episodes
 
     async def answer(self, message: JsonValue, *, session: Session | None = None) -> Frame:
-        """The response to one request. Never raises: faults are JSON-RPC errors."""
+        """The response to one request. Never raises: faults are JSON-RPC errors. Whoever attached
+        `session` holds its lock."""
         request_id: str | int | None = None
         try:
             request = RpcRequest.model_validate(message)
@@ -84,7 +86,11 @@ class McpDesk:
                 world = self._session(request.params, session)
                 return {"tools": _listed((world and world.world) or self._episodes.world())}
             case "tools/call":
-                return await self._call(request.params, self._session(request.params, session))
+                if session is not None:
+                    return await self._call(request.params, session)
+                found = self._session(request.params, None)
+                async with found.lock if found is not None else contextlib.nullcontext():
+                    return await self._call(request.params, found)
         raise RpcFault(METHOD_NOT_FOUND, f"no method {request.method[:64]!r}")
 
     def _session(self, params: Mapping[str, JsonValue], session: Session | None) -> Session | None:

@@ -45,10 +45,10 @@ class Pool:
 
         Raises TimeoutError when the call takes longer, waiting for a thread not counted.
         """
-        answer = await self._in_thread(call, timeout_s) if blocking else call()
-        if not isinstance(answer, Awaitable):
-            return answer
         try:
+            answer = await self._in_thread(call, timeout_s) if blocking else call()
+            if not isinstance(answer, Awaitable):
+                return answer
             async with asyncio.timeout(timeout_s):
                 return await answer
         except SystemExit as error:

@@ -129,10 +129,10 @@ class UserEpisode(Episode):
         shown = show() if callable(show) else {}
         return dict(shown) if isinstance(shown, Mapping) else {}
 
-    def close(self) -> None:
+    def close(self) -> Awaitable[None] | None:
         shut = getattr(self.game, "close", None)
-        if callable(shut):
-            shut()
+        answer = shut() if callable(shut) else None
+        return answer if isinstance(answer, Awaitable) else None
 
 
 async def reset(game: object, task: Task, rng: random.Random, row: Row) -> Reply:

@@ -55,7 +55,9 @@ async def rehearse(
             if reply.done:
                 break
     finally:
-        episode.close()
+        closing = episode.close()
+        if inspect.isawaitable(closing):
+            await closing
     rewards = resolved.job.rewarders
     score = await score_episode(rewards, transcript, run=run_directly) if rewards else None
     return Rehearsal(transcript=transcript, score=score, agents=list(agents))

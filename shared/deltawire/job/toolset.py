@@ -56,7 +56,7 @@ def parse_calls(text: str) -> list[Call]:
         try:
             said = json.loads(body)
             calls.append(Call(str(said["name"]), dict(said.get("arguments") or {})))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             calls.append(Call("", {}, f"the call is not JSON with a name: {error}"))
     return calls
 

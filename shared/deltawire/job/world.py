@@ -129,8 +129,9 @@ class Episode(ABC):
         """What may be shown while it runs. Never the answer."""
         return {}
 
-    def close(self) -> None:  # noqa: B027 - most hold nothing
-        """Give back what the episode holds."""
+    def close(self) -> Awaitable[None] | None:
+        """Give back what the episode holds. Most hold nothing."""
+        return None
 
 
 class WorldConfig(BaseModel):

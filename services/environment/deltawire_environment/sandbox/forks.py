@@ -67,14 +67,18 @@ class Forks:
         server = await asyncio.to_thread(_start_server, fd, root, mode)
         theirs.close()
         hello = b""
-        with contextlib.suppress(TimeoutError, OSError):
-            async with asyncio.timeout(_START_S):
-                hello = await asyncio.get_running_loop().sock_recv(control, MESSAGE_BYTES)
-        if not hello:
+        try:
+            with contextlib.suppress(TimeoutError, OSError):
+                async with asyncio.timeout(_START_S):
+                    hello = await asyncio.get_running_loop().sock_recv(control, MESSAGE_BYTES)
+            if not hello:
+                raise EpisodeFailed("the sandbox server did not start; see the service's log")
+        except BaseException:
             control.close()
             server.kill()
             server.wait()
-            raise EpisodeFailed("the sandbox server did not start; see the service's log")
+            shutil.rmtree(root, ignore_errors=True)
+            raise
         private = bool(json.loads(hello)["private"])
         return cls(
             server, control, root=root, private=private, memory_bytes=memory_bytes, cpu_s=cpu_s

@@ -110,12 +110,19 @@ def make_problem(rng: random.Random, *, tests: int) -> Problem:
     )
 
 
+def _close(found: float, expected: float) -> bool:
+    try:
+        return abs(found - expected) <= 1e-9 * max(1.0, abs(expected))
+    except OverflowError:  # an integer beyond every float is not near one
+        return False
+
+
 def equal(found: JsonValue, expected: JsonValue) -> bool:
     """Whether a result is right. A bool is no number; floats may differ by rounding."""
     if isinstance(found, bool) or isinstance(expected, bool):
         return found is expected
     if isinstance(found, int | float) and isinstance(expected, int | float):
-        return abs(found - expected) <= 1e-9 * max(1.0, abs(expected))
+        return _close(found, expected)
     if isinstance(found, list) and isinstance(expected, list):
         return len(found) == len(expected) and all(map(equal, found, expected))
     if isinstance(found, dict) and isinstance(expected, dict):
