@@ -35,6 +35,8 @@ def options(runs: Path, **changed: object) -> RunOptions:
         ({"store": "foo://x"}, "--store: store 'foo://x': expected file:///folder"),
         ({"store": "hf://models/x"}, "--store: .*expected hf://buckets"),
         ({"streams": "http://x"}, "--streams: expected redis://"),
+        ({"port": 65534}, "--port: 3 consecutive ports from 65534 on"),
+        ({"port": -1}, "--port: 3 consecutive ports from -1 on"),
     ],
 )
 def test_an_option_that_cannot_work_is_named_and_leaves_no_run_folder(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tokenizers
@@ -16,12 +17,12 @@ import uvicorn
 from fastapi import FastAPI
 from pydantic import BaseModel, SecretStr
 
-from deltawire.cli import rollout_commands
+from deltawire.cli import rollout_commands, worker
 from deltawire.cli.worker import WorkerOptions, proxy_headers, work
 from deltawire.codec.patch import Layout
 from deltawire.protocol.chain import Head, Link, ModelFile, RunManifest
 from deltawire.protocol.control import GENERATE, STATUS, ReplicaStatus
-from deltawire.protocol.errors import SettingsError
+from deltawire.protocol.errors import MalformedMessage, ObjectMissing, SettingsError
 from deltawire.protocol.generation import Completion, GenerateRequest, GenerateResponse
 from deltawire.protocol.layout import ObjectKind
 from deltawire.protocol.rollouts import Task, Ticket
@@ -99,6 +100,29 @@ def trainer_app(streams: MemoryStreams) -> FastAPI:
     )
     app.include_router(create_streams_router(streams))
     return app
+
+
+async def test_a_look_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_LOOK_S", 0.0)
+    drained = asyncio.Event()
+    heads = iter([MalformedMessage("half a latest.json"), ObjectMissing("gone"), "finished"])
+
+    class Reader:
+        def head(self) -> SimpleNamespace:
+            found = next(heads)
+            if isinstance(found, Exception):
+                raise found
+            return SimpleNamespace(state=found)
+
+    producer = SimpleNamespace(drain=drained.set)
+    looking = asyncio.create_task(
+        worker._again_and_again(lambda: worker._drain_at_the_end(Reader(), producer))
+    )
+    try:
+        await asyncio.wait_for(drained.wait(), 20)
+    finally:
+        looking.cancel()
+        await asyncio.wait({looking})
 
 
 @pytest.fixture

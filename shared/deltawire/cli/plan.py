@@ -23,6 +23,7 @@ from deltawire.streams.local_server import free_port
 TRAINER, ENVIRONMENT = "trainer", "environment"
 ENGINES = ("torch", "vllm")
 _STREAMS = ("redis", "rediss")
+_LAST_PORT = 65535
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +119,11 @@ def _cores() -> int:
 
 
 def _ports(first: int, count: int) -> Iterator[int]:
+    if not 0 <= first <= _LAST_PORT + 1 - count:
+        raise SettingsError(
+            f"--port: {count} consecutive ports from {first} on do not lie in 1 to {_LAST_PORT}; "
+            "0 takes free ones"
+        )
     if not first:
         found: set[int] = set()
         while len(found) < count:

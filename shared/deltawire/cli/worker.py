@@ -20,7 +20,7 @@ from pydantic import SecretStr
 from deltawire.control.client import ServiceClient
 from deltawire.protocol.control import ReplicaStatus
 from deltawire.protocol.errors import (
-    ObjectMissing,
+    DeltawireError,
     RemoteError,
     SettingsError,
     StoreError,
@@ -106,6 +106,7 @@ async def work(options: WorkerOptions) -> Producer:
         await asyncio.gather(*beside, return_exceptions=True)
         await policy.close()
         await streams.close()
+        reader.store.close()
     return producer
 
 
@@ -129,7 +130,7 @@ async def _tokenizer(reader: RunReader) -> ChatTokenizer:
         try:
             folder = await asyncio.to_thread(reader.model_dir)
             return await asyncio.to_thread(ChatTokenizer.from_folder, folder)
-        except (ObjectMissing, StoreError) as error:
+        except StoreError as error:
             if not waiting:
                 log.warning("waiting for the run", extra={"reason": str(error)})
             waiting = True
@@ -137,8 +138,13 @@ async def _tokenizer(reader: RunReader) -> ChatTokenizer:
 
 
 async def _again_and_again(look: Callable[[], Awaitable[None]]) -> None:
+    """What one look finds wrong, the next may find right: a worker that stopped looking would never
+    learn that its run has ended."""
     while True:
-        await look()
+        try:
+            await look()
+        except DeltawireError as error:
+            log.warning("a look failed", extra={"reason": f"{type(error).__name__}: {error}"})
         await asyncio.sleep(_LOOK_S)
 
 
@@ -155,10 +161,7 @@ async def _register_replicas(options: WorkerOptions, streams: ProducerStreams) -
 
 
 async def _drain_at_the_end(reader: RunReader, producer: Producer) -> None:
-    try:
-        head = await asyncio.to_thread(reader.head)
-    except StoreError:
-        return
+    head = await asyncio.to_thread(reader.head)
     if head.state == "finished":
         producer.drain()
 
