@@ -144,6 +144,14 @@ async def test_errors_are_those_the_client_knows(serving: "Serving") -> None:
         await client.models.list()
 
 
+async def test_one_prompt_that_is_refused_frees_the_others(serving: "Serving") -> None:
+    await serving.engine.pause()
+    with pytest.raises(openai.BadRequestError):
+        await client_of(serving).completions.create(model="tiny", prompt=[[1], [1] * 600])
+    await serving.engine.pause()  # comes after whatever the engine was told before
+    assert serving.engine.load().waiting == 0
+
+
 async def test_models_lists_the_base_model_and_the_run(serving: "Serving") -> None:
     models = [model.id async for model in client_of(serving).models.list()]
 

@@ -177,6 +177,45 @@ async def test_a_policy_that_cannot_is_not_the_episodes_fault(play, error):
         await play(Play(START, END), Refusing(error))
 
 
+async def test_an_error_nobody_foresaw_leaves_no_session_open(play, scripted_policy, renderer):
+    class Breaking(Play):
+        async def start(self, task, *, deadline, wait_for_room=True):
+            if self.started:
+                raise RuntimeError("unforeseen")
+            self.started += 1
+            await asyncio.sleep(0.01)
+            return await super().start(task, deadline=deadline)
+
+    environment = Breaking(START, END)
+    with pytest.raises(RuntimeError, match="unforeseen"):
+        await play(environment, scripted_policy(renderer))
+    await asyncio.sleep(0.02)
+    assert environment.open == 0
+
+
+async def test_nobody_goes_on_sampling_for_a_group_that_failed(play, renderer):
+    class HalfBroken:
+        ended = 0
+
+        async def generate(self, request):
+            if request.session.endswith("/0"):
+                raise EngineError("broken")
+            try:
+                await asyncio.sleep(60)
+            finally:
+                self.ended += 1
+
+    class TwoPrompts(Play):
+        async def start(self, task, *, deadline, wait_for_room=True):
+            session, _ = await super().start(task, deadline=deadline)
+            return session, said(f"start {(self.started - 1) // 2}")
+
+    policy = HalfBroken()
+    with pytest.raises(EngineError, match="broken"):
+        await play(TwoPrompts(START, END), policy, group_size=4)
+    assert policy.ended == 1
+
+
 async def test_a_world_that_breaks_in_the_middle_leaves_what_was_sampled(
     play, scripted_policy, renderer
 ):

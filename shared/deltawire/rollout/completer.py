@@ -10,6 +10,7 @@ from deltawire.protocol.generation import Completion, GenerateRequest, GenerateR
 from deltawire.protocol.versions import VersionSpan
 from deltawire.rollout.deadline import Deadline
 from deltawire.rollout.policy import PolicyClient
+from deltawire.rollout.together import together
 from deltawire.rollout.waits import Waits
 
 T = TypeVar("T")
@@ -37,12 +38,12 @@ class Completer:
         """`request.n` whole completions. TimeoutError when the deadline passes first."""
         async with asyncio.timeout(deadline.left_s):
             response = await self._generate(request)
-            whole = await asyncio.gather(
+            whole = await together(
                 *(self._continued(request, completion) for completion in response.completions)
             )
         if len(whole) != request.n:
             raise EngineError(f"{request.n} completions were asked for, {len(whole)} came")
-        return Sampled(completions=list(whole), replica_id=response.replica_id)
+        return Sampled(completions=whole, replica_id=response.replica_id)
 
     async def _continued(self, request: GenerateRequest, completion: Completion) -> Completion:
         """Resubmit an aborted completion with its prefix until it ends by itself."""

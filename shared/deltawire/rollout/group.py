@@ -27,6 +27,7 @@ from deltawire.rollout.deadline import Deadline
 from deltawire.rollout.environment import EnvironmentClient
 from deltawire.rollout.episode import Episode
 from deltawire.rollout.renderer import Renderer
+from deltawire.rollout.together import together
 from deltawire.rollout.waits import Waits
 
 _BAD_REQUEST = (400, 413, 422)
@@ -107,7 +108,7 @@ async def _play(
     openings: dict[int, Sampled] = {}
     if stragglers == StragglerPolicy():
         # One request for all would make the quick ones wait for the slow ones of the first turn.
-        await asyncio.gather(*(_begin(episode) for episode in episodes))
+        await together(*(_begin(episode) for episode in episodes))
         openings = await _first_turns(episodes, shop, deadline)
     tasks = {
         asyncio.create_task(_member(episode, openings.get(number)))
@@ -144,7 +145,7 @@ async def _first_turns(
                 answers[number] = replace(sampled, completions=[completion])
 
     shared = [numbers for numbers in alike.values() if 1 < len(numbers) <= MOST_COMPLETIONS]
-    await asyncio.gather(*(ask(numbers) for numbers in shared))
+    await together(*(ask(numbers) for numbers in shared))
     return answers
 
 

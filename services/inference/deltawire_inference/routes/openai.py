@@ -10,6 +10,7 @@ from fastapi.responses import Response, StreamingResponse
 
 from deltawire.protocol.errors import MalformedMessage, ObjectMissing
 from deltawire.rollout.renderer import Renderer
+from deltawire.rollout.together import together
 from deltawire.rollout.tokenizer import ChatTokenizer
 from deltawire_inference.admission import Admission
 from deltawire_inference.openai_api.answers import Model, ModelList
@@ -103,7 +104,7 @@ class OpenAIDesk:
     async def answer(self, request: Request, writer: Writer) -> Response:
         """Whole, or as a stream. The first token decides: an error before it is a status."""
         if not writer.asked.stream:
-            work = asyncio.gather(*(self._replica.generate(r) for r in writer.requests))
+            work = together(*(self._replica.generate(r) for r in writer.requests))
             answers = await while_connected(request, work)
             whole = writer.whole([answer.completions for answer in answers])
             return Response(whole.to_json(), media_type="application/json")
