@@ -14,7 +14,7 @@ _TEMPLATE = (
 
 def write_tiny_model(folder: Path) -> Path:
     """Make it, always the same one. Returns the folder."""
-    tokenizer = _byte_tokenizer()
+    tokenizer = byte_tokenizer()
     torch.manual_seed(7)
     config = LlamaConfig(
         vocab_size=len(tokenizer),
@@ -34,7 +34,8 @@ def write_tiny_model(folder: Path) -> Path:
     return folder
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, ChatML around messages."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

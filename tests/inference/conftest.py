@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
+from bench.learning.tiny_model import byte_tokenizer
 from fastapi import FastAPI
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from deltawire.codec.patch import Layout
@@ -26,26 +26,6 @@ from deltawire_inference.engines.torch.core import Limits
 from deltawire_inference.engines.torch.engine import TorchEngine
 from deltawire_inference.replica import Replica
 from deltawire_inference.settings import InferenceSettings
-
-_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
-    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-
-
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    inner = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(letters)}, merges=[]))
-    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    inner.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=inner,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<|im_end|>",
-    )
-    tokenizer.chat_template = _TEMPLATE
-    return tokenizer
 
 
 @dataclass(kw_only=True)
@@ -128,7 +108,7 @@ def make_run(tmp_path: Path) -> Iterator[MakeRun]:
         swap_mode: SwapMode | None = None,
     ) -> TinyRun:
         torch.manual_seed(seed)
-        tokenizer = _byte_tokenizer()
+        tokenizer = byte_tokenizer()
         config = LlamaConfig(
             vocab_size=len(tokenizer),
             hidden_size=64,

@@ -8,18 +8,17 @@ Reads one JSON line an order: {"module", "argv", "environ", "log"}. Writes one a
 {"started": pid} in the order of the orders, and {"ended": pid, "code": code}.
 """
 
-import ctypes
 import json
 import os
 import random
 import runpy
 import select
-import signal
 import sys
 import traceback
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from deltawire.cli.children import end_with_launcher
+
 _LOOK_S = 0.05
 
 
@@ -79,7 +78,7 @@ def _fork(order: dict[str, Any]) -> int:
 
 def _be(order: dict[str, Any]) -> int:
     """Become the service."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_launcher()
     os.setsid()
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     nothing = os.open(os.devnull, os.O_RDONLY)
