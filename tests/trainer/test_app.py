@@ -1,6 +1,7 @@
 """The REST face over a trainer at every stage of its life."""
 
 import json
+import re
 from pathlib import Path
 
 import httpx
@@ -8,7 +9,15 @@ import pytest
 from pydantic import SecretStr
 
 from deltawire.job.spec import JobSpec
-from deltawire.protocol.control import TOKEN_HEADER, TrainerStatus
+from deltawire.protocol.control import (
+    TOKEN_HEADER,
+    EvalRecord,
+    GroupCounts,
+    ReplicaStatus,
+    SetAside,
+    StepRecord,
+    TrainerStatus,
+)
 from deltawire.protocol.errors import SettingsError, StreamError
 from deltawire.protocol.rollouts import RolloutGroup, Task
 from deltawire.service.metrics import Metrics
@@ -120,6 +129,27 @@ async def test_the_dashboard_is_open_and_holds_no_data(trainer: Trainer) -> None
     assert page.status_code == 200
     assert "deltawire" in page.text
     assert TOKEN not in page.text
+
+
+async def test_the_dashboard_shows_what_a_status_holds_and_no_other_field(trainer: Trainer) -> None:
+    async with client(trainer, token="wrong") as http:
+        page = (await http.get("/")).text
+
+    script = page[page.index("function show(status)") : page.index("async function refresh()")]
+    read = {
+        TrainerStatus: set(re.findall(r"\bstatus\.(\w+)", script)),
+        GroupCounts: set(re.findall(r"\bgroups\.(\w+)", script)),
+        EvalRecord: set(re.findall(r"\be\.(\w+)", script)),
+        SetAside: set(re.findall(r"\bletter\.(\w+)", script)),
+        StepRecord: set(re.findall(r"\b(?:s|last)\.(\w+)", script)),
+        ReplicaStatus: set(re.findall(r"\br\.(\w+)", script)),
+    }
+    for kind, names in read.items():
+        assert names and names <= kind.model_fields.keys(), kind
+    assert {"evals", "errors_total", "error_reason", "dead_letters"} <= read[TrainerStatus]
+    assert "dropped" in read[GroupCounts]
+    filled = set(re.findall(r'byId\("([\w-]+)"\)', page))
+    assert filled <= set(re.findall(r'id="([\w-]+)"', page))
 
 
 async def test_rollouts_are_listed_newest_first_and_found_by_id(trainer: Trainer) -> None:
