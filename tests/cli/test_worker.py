@@ -119,7 +119,7 @@ async def test_a_look_that_fails_is_not_the_last_one(monkeypatch: pytest.MonkeyP
         worker._again_and_again(lambda: worker._drain_at_the_end(Reader(), producer))
     )
     try:
-        await asyncio.wait_for(drained.wait(), 20)
+        await asyncio.wait_for(drained.wait(), 60)
     finally:
         looking.cancel()
         await asyncio.wait({looking})
