@@ -259,7 +259,7 @@ async def test_what_a_session_held_is_given_back_beside_the_event_loop(
             await ask(socket, type="reset", data={})
             await ask(socket, type="reset", data={})
         async with asyncio.timeout(60):
-            while len(kind.threads) < 2:
+            while len(kind.threads) < 2:  # noqa: ASYNC110 - other threads set no event
                 await asyncio.sleep(0.01)
     on_the_loop = [thread is threading.current_thread() for thread in kind.threads]
     assert on_the_loop == [kind is TidyAsync] * 2
