@@ -234,6 +234,52 @@ async def test_a_cancelled_producer_gives_back_what_it_holds(
     assert lease.deliveries == 1
 
 
+async def test_a_drain_waits_no_longer_than_told_when_no_further_ticket_would_be_claimed(
+    serve_openenv, scripted_policy, renderer, make_ticket
+):
+    server = await serve_openenv(turns=2)
+    server.hang_on = "crane"
+    streams = MemoryStreams()
+    await streams.issue([make_ticket(deadline_s=40.0)])
+    producer = Producer(
+        streams=streams,
+        policy=scripted_policy(renderer, ["crane"]),
+        environment=EnvironmentClient(server.url),
+        renderer=renderer,
+        concurrency=2,
+    )
+    running = asyncio.create_task(producer.run(drain_s=0.1))
+    async with asyncio.timeout(60.0):
+        while not server.said:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    producer.drain()
+    await running
+    assert producer.counters.groups_given_back == 1
+    assert await streams.claim("p2", timeout_s=0.0) is not None
+
+
+async def test_a_drain_does_not_wait_for_streams_that_are_away(scripted_policy, renderer):
+    class Away(MemoryStreams):
+        asked = asyncio.Event()
+
+        async def claim(self, consumer, *, timeout_s):
+            self.asked.set()
+            await asyncio.sleep(600)
+
+    producer = Producer(
+        streams=Away(),
+        policy=scripted_policy(renderer),
+        environment=EnvironmentClient("http://127.0.0.1:9"),
+        renderer=renderer,
+        claim_s=0.05,
+    )
+    running = asyncio.create_task(producer.run())
+    await Away.asked.wait()
+    producer.drain()
+    async with asyncio.timeout(60.0):
+        await running
+
+
 async def test_a_lost_lease_drops_the_work(serve_openenv, scripted_policy, renderer, make_ticket):
     server = await serve_openenv(turns=2)
     server.hang_on = "crane"

@@ -10,7 +10,9 @@ import asyncio
 import logging
 import uuid
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Any
 
 from deltawire.protocol.errors import (
     EngineError,
@@ -118,7 +120,7 @@ class Producer:
             while not self._draining.is_set():
                 await self._open.wait()
                 if self.counters.episodes_running >= self._concurrency:
-                    await asyncio.wait(self._working, return_when=asyncio.FIRST_COMPLETED)
+                    await self._until_draining(self._working)
                 elif (lease := await self._claim()) is None:
                     continue
                 elif self._draining.is_set():
@@ -135,17 +137,35 @@ class Producer:
     async def _claim(self) -> Lease | None:
         if self._failures_in_a_row:
             wait_s = backoff_s(self._failures_in_a_row, first_s=0.25)
-            if self._working:
-                await asyncio.wait(self._working, timeout=wait_s)
-            else:
-                await asyncio.sleep(wait_s)
+            await self._until_draining((), timeout_s=wait_s)
+        claiming = asyncio.ensure_future(
+            self._streams.claim(self.consumer, timeout_s=self._claim_s)
+        )
         try:
             with self._waits.on("tickets"):
-                return await self._streams.claim(self.consumer, timeout_s=self._claim_s)
+                await self._until_draining((claiming,))
+                # A ticket that is on its way is better given back than left to its lease.
+                done, _ = await asyncio.wait((claiming,), timeout=self._claim_s)
+            return claiming.result() if done else None
         except StreamUnavailable as error:
             log.warning("streams unavailable", extra={"reason": str(error)})
             self._failures_in_a_row += 1
             return None
+        finally:
+            claiming.cancel()
+            await asyncio.gather(claiming, return_exceptions=True)
+
+    async def _until_draining(
+        self, works: Collection[asyncio.Future[Any]], *, timeout_s: float | None = None
+    ) -> None:
+        """Return when one of these is done, the time is over, or the drain begins."""
+        draining = asyncio.ensure_future(self._draining.wait())
+        try:
+            await asyncio.wait(
+                (*works, draining), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        finally:
+            draining.cancel()
 
     def _begin(self, lease: Lease) -> None:
         self.counters.episodes_running += lease.ticket.group_size
