@@ -1,5 +1,6 @@
 """No route but health answers without the token, over HTTP and over WebSocket alike."""
 
+import ssl
 from collections.abc import AsyncIterator
 
 import httpx
@@ -88,3 +89,18 @@ async def test_the_client_refuses_an_answer_of_another_shape() -> None:
     async with ServiceClient("http://test", token=TOKEN, transport=transport) as client:
         with pytest.raises(RemoteError, match="not a Other"):
             await client.status(Other)
+
+
+async def test_clients_read_the_certificates_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = []
+    original = ssl.create_default_context
+
+    def counted(*arguments: object, **options: object) -> ssl.SSLContext:
+        read.append(arguments)
+        return original(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ssl, "create_default_context", counted)
+    for _ in range(3):
+        async with ServiceClient("https://somewhere.example", token=TOKEN):
+            pass
+    assert len(read) <= 1

@@ -105,11 +105,15 @@ class HttpScorer:
     async def _ask(self, request: ScoreRequest) -> list[ScoreAnswer]:
         import httpx  # only jobs that use a scorer need it
 
+        from deltawire.control.client import tls_context
+
         # Not httpx's own JSON, which refuses the NaN of a metric.
         body = request.model_dump_json().encode()
         headers = {"Content-Type": "application/json", **self._headers}
         status, detail = 0, ""
-        async with httpx.AsyncClient(timeout=self.timeout_s, headers=headers) as client:
+        async with httpx.AsyncClient(
+            timeout=self.timeout_s, headers=headers, verify=tls_context()
+        ) as client:
             for wait_s in (*_RETRY_WAITS_S, None):
                 try:
                     answer = await client.post(self.url, content=body)

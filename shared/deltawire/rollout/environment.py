@@ -27,7 +27,7 @@ from websockets.exceptions import (
     InvalidStatus,
 )
 
-from deltawire.control.client import token_headers
+from deltawire.control.client import tls_context, token_headers
 from deltawire.protocol.errors import CapacityReached, EnvironmentFault, EpisodeFailed
 from deltawire.protocol.rollouts import Task
 from deltawire.rollout.deadline import Deadline
@@ -176,7 +176,10 @@ class EnvironmentClient:
     async def _get_to_know(self, site: _Site) -> None:
         """Ask a server once what an action looks like, and how many sessions it has."""
         async with httpx.AsyncClient(
-            base_url=site.http_url, headers=self._headers, timeout=_HANDSHAKE_S
+            base_url=site.http_url,
+            headers=self._headers,
+            timeout=_HANDSHAKE_S,
+            verify=tls_context(),
         ) as http:
             schema = await _json(http, "/schema")
             capacity = await _json(http, "/capacity")
