@@ -1,9 +1,9 @@
-"""A log line is a fixed phrase plus fields, and carries the bound context."""
+"""A log line is a fixed phrase plus fields."""
 
 import json
 import logging
 
-from deltawire.service.logging import JsonFormatter, TextFormatter, bound
+from deltawire.service.logging import JsonFormatter, TextFormatter
 
 
 def _record(**fields: object) -> logging.LogRecord:
@@ -12,18 +12,10 @@ def _record(**fields: object) -> logging.LogRecord:
     return record
 
 
-def test_a_json_line_holds_event_fields_and_context() -> None:
-    with bound(run="r1", version=4):
-        line = json.loads(JsonFormatter("trainer").format(_record(bytes=981)))
-    assert line["event"] == "version committed"
-    assert (line["run"], line["version"], line["bytes"]) == ("r1", 4, 981)
+def test_a_json_line_holds_event_and_fields() -> None:
+    line = json.loads(JsonFormatter("trainer").format(_record(bytes=981)))
+    assert (line["event"], line["bytes"]) == ("version committed", 981)
     assert line["service"] == "trainer"
-
-
-def test_context_ends_with_its_block() -> None:
-    with bound(run="r1"):
-        pass
-    assert "run" not in json.loads(JsonFormatter("t").format(_record()))
 
 
 def test_a_text_line_is_readable() -> None:

@@ -1,39 +1,22 @@
 """Logs: a fixed phrase plus fields. JSON lines for machines, readable lines on a terminal.
 
-Bound context (service, run, replica, version) is added to every line of the current task, so that
-one version can be followed through three services by one filter.
+Fields are named alike in all services, so that one version can be followed through three of them by
+one filter.
 """
 
-import contextvars
 import json
 import logging
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-_context: contextvars.ContextVar[dict[str, Any] | None] = contextvars.ContextVar(
-    "deltawire_log_context", default=None
-)
 _STANDARD = frozenset(
     vars(logging.LogRecord("", 0, "", 0, "", (), None)).keys() | {"message", "asctime", "taskName"}
 )
 
 
-@contextmanager
-def bound(**fields: Any) -> Iterator[None]:
-    """Add fields to every log line inside the block."""
-    token = _context.set({**(_context.get() or {}), **fields})
-    try:
-        yield
-    finally:
-        _context.reset(token)
-
-
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    own = {key: value for key, value in vars(record).items() if key not in _STANDARD}
-    return {**(_context.get() or {}), **own}
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
 
 
 class JsonFormatter(logging.Formatter):

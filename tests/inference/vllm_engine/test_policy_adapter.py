@@ -34,7 +34,7 @@ class Child:
     def __init__(self) -> None:
         self.adapters: dict[str, dict[str, torch.Tensor]] = {}
         self.unloaded: list[str] = []
-        self.refuses = False
+        self.refuses = self.refuses_to_unload = False
 
     async def load_adapter(self, name: str, path: Path) -> None:
         if self.refuses:
@@ -45,6 +45,8 @@ class Child:
 
     async def unload_adapter(self, name: str) -> None:
         self.unloaded.append(name)
+        if self.refuses_to_unload:
+            raise EngineError("busy")
 
 
 class Run:
@@ -140,6 +142,15 @@ async def test_an_adapter_stays_until_its_last_request_has_ended(run: Run) -> No
     async with run.policy.used("policy-v1"):
         pass
     assert run.policy.loaded == ("policy-v1",)
+
+
+async def test_an_adapter_that_cannot_be_unloaded_only_takes_room(run: Run) -> None:
+    run.child.refuses_to_unload = True
+    await run.policy.load(PolicyVersion(0), run.digest)
+    run.move()
+    await run.follow(0)
+    assert run.policy.name == "policy-v1"
+    assert run.child.unloaded == ["policy-v0"]
 
 
 async def test_a_version_that_is_refused_leaves_the_old_one_and_may_come_again(run: Run) -> None:
