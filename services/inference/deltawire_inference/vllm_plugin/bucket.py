@@ -53,7 +53,7 @@ class Bucket:
         self._version: int | None = None
         self._staged: _Staged | None = None
         self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
+        self._failures: dict[str, BaseException] = {}
 
     @classmethod
     def from_environment(cls, receiver: Receiver) -> Self:
@@ -91,8 +91,7 @@ class Bucket:
         """
         self._require_ours(repo_id, filename)
         self._wait()
-        failure, self._failure = self._failure, None
-        if failure is not None:
+        if (failure := self._failures.pop(filename, None)) is not None:
             raise failure
         if self._staged is None or self._staged.filename != filename:
             self._staged = self._stage(filename)
@@ -117,7 +116,7 @@ class Bucket:
         try:
             self._staged = self._stage(filename)
         except Exception as failure:  # noqa: BLE001  (a thread's border: `apply` raises it)
-            self._failure = failure
+            self._failures = {filename: failure}
 
     def _stage(self, filename: str) -> _Staged:
         head = self._follower.head()

@@ -169,5 +169,7 @@ class PolicyAdapter:
                 try:
                     await self._client.unload_adapter(name)
                 except EngineError as error:  # it only takes room, or the child has ended
-                    log.warning("adapter not unloaded", extra={"adapter": name, "reason": str(error)})
+                    log.warning(
+                        "adapter not unloaded", extra={"adapter": name, "reason": str(error)}
+                    )
                 shutil.rmtree(folder, ignore_errors=True)
