@@ -76,7 +76,8 @@ async def play_and_vanish(url: str, seed: int, turns: int) -> None:
     client = GenericEnvClient(base_url=url)
     await client.reset(seed=seed)
     for word in WORDS[:turns]:
-        await client.step({"guess": word})
+        if (await client.step({"guess": word})).done:
+            break
     client._ws.transport.abort()
 
 
