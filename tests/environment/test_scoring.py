@@ -15,6 +15,15 @@ class OneTurn:
         return {"done": True, "reward": 5.0, "metrics": {"length": float(len(message))}}
 
 
+class PaysOnTheWay:
+    def reset(self) -> str:
+        return "Say two numbers."
+
+    def step(self, message: str) -> tuple[str, float, bool]:
+        done = message == "3"
+        return "And another.", 5.0, done
+
+
 @reward(weight=2.0)
 def number(episode: Transcript) -> float:
     return float(episode.last)
@@ -52,6 +61,23 @@ async def test_functions_replace_the_worlds_reward_and_their_parts_are_shown(
         assert end["reward"] == 6.0
         assert end["observation"]["reward_parts"] == {"number": 3.0, "short": 0.0}
         assert end["observation"]["status"] == "ok"
+
+
+@reward(weight=0.5)
+def the_worlds(episode: Transcript) -> float:
+    return episode.reward
+
+
+async def test_what_the_world_pays_on_the_way_is_replaced_too_and_a_function_may_read_it(
+    serve_environment,
+) -> None:
+    job = Job(name="scored", env=Env(PaysOnTheWay), rewards=[number, the_worlds])
+    async with serve_environment(job=job) as running, socket_to(running) as socket:
+        await ask(socket, type="reset", data={})
+        way = (await ask(socket, type="step", data={"message": "2"}))["data"]
+        end = (await ask(socket, type="step", data={"message": "3"}))["data"]
+        assert (way["reward"], way["done"]) == (None, False)
+        assert end["reward"] == 2.0 * 3 + 0.5 * (5 + 5)
 
 
 async def test_a_failing_function_drops_the_sample_with_a_reason_and_is_counted(

@@ -98,7 +98,11 @@ class Episodes:
         session.step_count += 1
         self.steps_total += 1
         _write_down(transcript, action, reply)
-        return await self._scored(transcript, reply) if reply.done and self.rewards else reply
+        if not self.rewards:
+            return reply
+        if not reply.done:  # what the world pays on the way is its own reward, too
+            return dataclasses.replace(reply, reward=None)
+        return await self._scored(transcript, reply)
 
     async def score(self, transcript: Transcript) -> EpisodeScore:
         """What the job's reward functions say of a transcript."""
