@@ -4,6 +4,7 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from deltawire.cli.live import LiveView, render, sparkline
@@ -314,6 +315,26 @@ def test_evaluations_errors_and_silent_steps_are_in_the_summary_and_the_table() 
     assert "eval of version 2 not finished: 5 of 8" in text
     assert "2 rollouts left out: picky: ValueError: [no]" in text
     assert f"in 1 of 2 steps {NOTHING_TO_LEARN}" in text
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        (1, "0.1"),
+        (2, "0.1 in the first step, 0.2 in the last"),
+        (5, "0.15 in the first 2 steps, 0.45 in the last 2"),
+        (7, "0.2 in the first 3 steps, 0.6 in the last 3"),
+        (8, "0.2 in the first 3 steps, 0.6 in the last 5"),
+        (20, "0.2 in the first 3 steps, 1.8 in the last 5"),
+    ],
+)
+def test_the_rewards_at_both_ends_are_of_different_steps(steps: int, said: str) -> None:
+    summary = summarise(_trainer(steps), [], pauses={}, show=[], seconds=1.0, restarts={}, paths={})
+    console = Console(file=io.StringIO(), width=200)
+    print_report(summary, console)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    (row,) = [line for line in lines if line.startswith("│ reward")]
+    assert row.split("│")[2].strip() == said
 
 
 def test_the_exit_code_tells_whether_the_promises_held() -> None:

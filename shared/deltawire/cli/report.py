@@ -7,8 +7,8 @@ from rich.text import Text
 from deltawire.cli.plain import NOTHING_TO_LEARN, eval_line, mib
 from deltawire.cli.summary import RunSummary, mean
 
-_ENDS = 3
-"""Steps averaged at the start, and at the end plus two."""
+_FIRST, _LAST = 3, 5
+"""Steps averaged at the start and at the end of a run that has as many; else its halves."""
 
 
 def print_report(summary: RunSummary, console: Console) -> int:
@@ -33,10 +33,9 @@ def _rows(summary: RunSummary) -> list[tuple[str, str]]:
     pauses = [step.pause_ms for step in summary.steps if step.pause_ms is not None]
     groups = summary.groups
     dropped = ", ".join(f"{n} {why}" for why, n in sorted(groups.dropped.items())) or "0"
-    first, last = mean(rewards[:_ENDS]), mean(rewards[-_ENDS - 2 :])
     return [
         ("steps", f"{len(summary.steps)} in {summary.seconds / 60:.1f} min"),
-        ("reward", f"{_number(first)} in the first steps, {_number(last)} in the last"),
+        ("reward", _ends(rewards)),
         *_evaluations(summary),
         ("version", f"{summary.version}, digest {summary.digest[:16]}…"),
         ("replicas", _replicas(summary)),
@@ -48,6 +47,18 @@ def _rows(summary: RunSummary) -> list[tuple[str, str]]:
         *_troubles(summary),
         *([("restarts", str(summary.restarts))] if summary.restarts else []),
     ]
+
+
+def _ends(rewards: list[float]) -> str:
+    """The mean reward where the run began and where it ended, over steps that do not overlap."""
+    if len(rewards) < 2:
+        return _number(mean(rewards))
+    half = len(rewards) // 2
+    first, last = (half, half) if len(rewards) < _FIRST + _LAST else (_FIRST, _LAST)
+    began, ended = _number(mean(rewards[:first])), _number(mean(rewards[-last:]))
+    if first == 1:
+        return f"{began} in the first step, {ended} in the last"
+    return f"{began} in the first {first} steps, {ended} in the last {last}"
 
 
 def _evaluations(summary: RunSummary) -> list[tuple[str, str]]:
