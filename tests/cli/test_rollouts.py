@@ -30,6 +30,8 @@ def group(step: int, *, status: str = "ok") -> RolloutGroup:
     rollouts = [
         Rollout(
             rollout_id=f"r1-g{step}/{n}",
+            replica_id="inference-0",
+            environment_id="http://e:1",
             status=status,
             reason="picky: ValueError: no" if status == "error" else "",
             reward_parts={"near": 0.5},
@@ -134,6 +136,7 @@ def test_one_rollout_is_read_in_full(run_folder, capsys):
     text = capsys.readouterr().out
     assert "r1-g1/1" in text
     assert "v1: 1..3" in text
+    assert "replica inference-0  environment http://e:1\n" in text
     assert "1011 12" in text.replace("\n", ""), "what was read, then what was sampled"
 
 

@@ -130,7 +130,7 @@ def whole(seen: Seen, tokenizer: Any | None) -> Text:
     parts = {**rollout.reward_parts, **rollout.metrics}
     text.append("  ".join(f"{name}={value:.3g}" for name, value in parts.items()) + "\n")
     times = "  ".join(f"{name} {value:.2f} s" for name, value in rollout.timings_s.items())
-    text.append(f"{times}\nreplica {rollout.replica_id}  {rollout.environment_id}\n")
+    text.append(f"{times}\nreplica {rollout.replica_id}  environment {rollout.environment_id}\n")
     for sequence in rollout.sequences:
         spans = ", ".join(f"v{s.version}: {s.start}..{s.end}" for s in sequence.spans)
         text.append(f"\n-- {sequence.agent}  reward {sequence.reward:.3f}  {spans}\n")
