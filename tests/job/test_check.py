@@ -41,8 +41,32 @@ def test_check_shows_where_values_come_from(tmp_path: Path) -> None:
     assert result.exit_code == 0
     assert "command line" in result.output
     assert "job file" in result.output
-    assert "train.seed" not in result.output
-    assert "train.seed" in runner("check", str(ROOT / "jobs/guess.py"), "--all").output
+    shown = runner("check", str(ROOT / "jobs/guess.py"), "--changed").output
+    assert "train.lr" in shown
+    assert "train.seed" not in shown
+
+
+def test_check_shows_every_setting_with_its_origin_defaults_last(tmp_path: Path) -> None:
+    path = tmp_path / "plain.py"
+    path.write_text(
+        "from deltawire.job import Job\njob = Job(name='p', env='letters', train={'steps': 3})\n"
+    )
+    lines = runner("check", str(path)).output.splitlines()
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines if "│" in line]
+    rows = {name: (value, origin) for name, value, origin in cells if name}
+    assert rows["train.steps"] == ("3", "job file")
+    assert rows["train.groups_per_step"] == ("4", "default")
+    assert rows["train.group_size"] == ("8", "default")
+    assert rows["sampling.temperature"] == ("1.0", "default")
+    assert rows.keys() == {name for name, *_ in check_job(path).settings}
+    origins = [origin for *_, origin in cells if origin]
+    assert origins == sorted(origins, key=lambda origin: origin == "default")
+
+
+def test_check_shows_the_recorded_episode() -> None:
+    output = runner("check", str(ROOT / "jobs/own_world.py")).output
+    assert "user: I hide a number from 1 to 20." in output
+    assert "assistant: I think the answer is 42.\n     user: Lower.\n" in output
 
 
 @pytest.mark.parametrize(
@@ -132,6 +156,7 @@ def test_the_starter_checks_out_and_its_test_passes(tmp_path: Path) -> None:
     result = runner("new", "my_sums", "--folder", str(tmp_path))
     assert result.exit_code == 0
     assert check_job(tmp_path / "my_sums.py").passed
+    assert f"deltawire run {tmp_path}/my_sums.py\n" in (tmp_path / "my_sums.py").read_text()
     test = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     assert subprocess.run(test, cwd=tmp_path, timeout=280, check=False).returncode == 0
 

@@ -1,11 +1,18 @@
 """`deltawire check` and `deltawire new`: what a user does before the first run."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from deltawire.job.check import CheckReport
+
 _MARKS = {"ok": "[green]ok[/green]", "note": "[yellow]note[/yellow]", "fault": "[red]fault[/red]"}
+_SHOWN = 160
+"""Characters of a message that are shown."""
 
 
 def check(
@@ -13,14 +20,13 @@ def check(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Overrides such as train.lr=2e-6.")
     ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Show settings that kept their default too.")
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Leave out settings that kept their default.")
     ] = False,
 ) -> None:
     """Check a job without a GPU and without network, and show what it resolves to."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
     from deltawire.job.check import check_job
 
@@ -29,13 +35,35 @@ def check(
     for finding in report.findings:
         mark = _MARKS[finding.verdict]
         console.print(f"{mark} {escape(finding.subject)}: {escape(finding.detail)}", soft_wrap=True)
-    table = Table("setting", "value", "from")
-    for name, value, origin in report.settings:
-        if everything or origin != "default":
-            table.add_row(name, escape(str(value)), origin)
+    if report.episode:
+        console.print("the recorded episode, in which fixed lines stand for the policy:")
+    for message in report.episode:
+        line = f"{message['role']:>9}: {_one_line(message['content'])}"
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    table = _settings_table(report, changed=changed)
     if table.row_count:
         console.print(table)
     raise typer.Exit(0 if report.passed else 1)
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}…"
+
+
+def _settings_table(report: "CheckReport", *, changed: bool) -> "Table":
+    """What was set, and below a line what kept its default."""
+    from rich.markup import escape
+    from rich.table import Column, Table
+
+    table = Table("setting", Column("value", overflow="fold"), "from")
+    chosen = [row for row in report.settings if row[2] != "default"]
+    kept = [] if changed else report.settings[len(chosen) :]
+    for rows in (chosen, kept):
+        for name, value, origin in rows:
+            table.add_row(name, escape(str(value)), origin)
+        table.add_section()
+    return table
 
 
 def new(

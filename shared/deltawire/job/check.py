@@ -19,6 +19,7 @@ from deltawire.job.load import load_job
 from deltawire.job.rehearsal import Rehearsal, rehearse
 from deltawire.job.resolve import ResolvedJob, leaves, resolve
 from deltawire.job.spec import JobSpec
+from deltawire.job.transcript import Message
 from deltawire.protocol.errors import JobError
 
 Verdict = Literal["ok", "note", "fault"]
@@ -40,6 +41,8 @@ class CheckReport:
     findings: list[Finding] = field(default_factory=list)
     settings: list[tuple[str, object, str]] = field(default_factory=list)
     """(dotted name, value, origin), the ones that are no defaults first."""
+    episode: list[Message] = field(default_factory=list)
+    """The recorded conversation, both sides."""
 
     @property
     def passed(self) -> bool:
@@ -130,6 +133,7 @@ def _rehearse(resolved: ResolvedJob, report: CheckReport) -> Rehearsal | None:
         report.add("fault", "episode", f"{resolved.world.name} failed: {describe(error)}")
         return None
     transcript = rehearsal.transcript
+    report.episode = transcript.messages
     end = "ended" if transcript.done else "was still going on at the turn limit"
     report.add("ok", "episode", f"a recorded one {end} after {transcript.turns} turns")
     if not transcript.messages[: transcript.prompt_length]:

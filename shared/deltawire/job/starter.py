@@ -7,8 +7,11 @@ from deltawire.protocol.errors import JobError
 
 _JOB = '''"""{title}: a job. Try it with
 
-    deltawire check {name}.py
-    deltawire run {name}.py
+    deltawire check {path}
+    deltawire run {path}
+
+A game of several turns, with `Reply` and `max_turns`: jobs/own_world.py and the page
+docs/tutorials/own-world.md of deltawire.
 """
 
 from deltawire.job import Env, Job, Model, Transcript, reward
@@ -95,6 +98,7 @@ def write_starter(name: str, folder: Path) -> list[Path]:
         raise JobError(f"{name!r} cannot name a job: use lower-case letters, digits and _")
     words = {
         "name": name,
+        "path": (folder / f"{name}.py").as_posix(),
         "kind": "".join(part.title() for part in name.split("_")),
         "title": name.replace("_", " ").capitalize(),
     }
