@@ -182,6 +182,21 @@ async def test_a_trl_environment_class_works_unchanged() -> None:
     assert (end.done, end.reward) == (True, 1.0)
 
 
+async def test_tool_calls_are_counted_over_the_episode() -> None:
+    episode, _ = await started(Env(Counter, max_turns=5))
+    await stepped(episode, call("add", amount=3) + call("add", amount="x"))
+    await stepped(episode, call("subtract", amount=3))
+    end = await stepped(episode, "There.")
+    assert end.metrics == {"tool_calls": 3.0, "tool_errors": 2.0}
+
+
+async def test_the_turn_limit_ends_an_episode_that_is_then_judged() -> None:
+    episode, _ = await started(Env(Counter, max_turns=2))
+    assert not (await stepped(episode, call("add", amount=3))).done
+    end = await stepped(episode, call("add", amount=7))
+    assert (end.done, end.status, end.reward) == (True, "ok", 1.0)
+
+
 def test_a_call_too_deep_to_read_is_told_to_the_policy() -> None:
     deep = '{"name": ' + "[" * 100_000 + "}"
     [read] = parse_calls(f"<tool_call>{deep}</tool_call>")

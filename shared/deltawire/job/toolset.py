@@ -16,6 +16,7 @@ from pydantic import JsonValue, ValidationError, create_model, validate_call
 
 from deltawire.job.custom import UserEpisode, UserWorld, as_reply, reset, settled
 from deltawire.job.dataset import as_messages
+from deltawire.job.rows import Row
 from deltawire.job.transcript import Message
 from deltawire.job.world import Action, Episode, Reply, Tool, message_of
 from deltawire.protocol.errors import JobError
@@ -100,15 +101,20 @@ class ToolsetWorld(UserWorld):
 
 
 class _ToolEpisode(UserEpisode):
+    def __init__(self, game: object, row: Row, world: UserWorld) -> None:
+        super().__init__(game, row, world)
+        self._calls, self._failed = 0, 0
+
     async def _step(self, action: Action) -> Reply:
         self._turns += 1
         calls = parse_calls(message_of(action))
         results = [await self._run(call) for call in calls[:_MAX_CALLS]]
-        failed = sum(problem for _, problem in results)
+        self._calls += len(calls)
+        self._failed += sum(problem for _, problem in results)
         reply = Reply(
             chat=[Message(role="tool", content=text) for text, _ in results],
             done=not calls,
-            metrics={"tool_calls": float(len(calls)), "tool_errors": float(failed)},
+            metrics={"tool_calls": float(self._calls), "tool_errors": float(self._failed)},
         )
         return await self.finished(reply)
 
