@@ -1,18 +1,26 @@
-"""The tutorials' commands: checks are run, runs are resolved, calls go to a real service."""
+"""The tutorials' commands: checks are run, runs are resolved, calls go to a real service. And the
+tables they point to name what the code has."""
 
 import re
 import shlex
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from deltawire.cli.main import app
+from deltawire.job import Env, Job
 from deltawire.job.load import load_job
+from deltawire.job.registry import WORLD_GROUP
+from deltawire.job.rehearsal import rehearse
 from deltawire.job.resolve import resolve
+from deltawire.job.world import ENV_NAMES
+from deltawire.protocol.generation import Sampling
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs/tutorials").glob("*.md"))
+ENVIRONMENT = ROOT / "docs/environment.md"
 
 
 def commands(page: Path) -> list[list[str]]:
@@ -50,6 +58,44 @@ def test_every_example_job_has_a_page_that_names_it() -> None:
 
 
 def test_links_between_pages_lead_somewhere() -> None:
-    for page in PAGES:
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), (page.name, target)
+    for page in [*PAGES, ENVIRONMENT]:
+        for target in re.findall(r"\]\(([^):]+)\)", page.read_text()):
+            name, _, anchor = target.partition("#")
+            assert (page.parent / name).exists(), (page.name, target)
+            assert not anchor or anchor in anchors(page.parent / name), (page.name, target)
+
+
+def anchors(page: Path) -> list[str]:
+    """What GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+def table_rows(heading: str) -> list[list[str]]:
+    """The cells of the tables below a heading of the environment's page."""
+    text = ENVIRONMENT.read_text().partition(f"# {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines]
+
+
+@pytest.mark.parametrize("world", sorted(entry_points(group=WORLD_GROUP)), ids=lambda w: w.name)
+async def test_the_table_of_worlds_names_every_argument_and_metric(world: EntryPoint) -> None:
+    rows = table_rows("Arguments, metrics, facts")
+    (row,) = [row for row in rows if re.match(f"`{world.name}[:`]", row[0])]
+    for argument in set(world.load().Config.model_fields) - {"variant"}:
+        assert f"`{argument}`" in row[1], argument
+    if world.name == "reasoning":
+        return  # its package need not be here
+    resolved = resolve(Job(name="any", env=Env(world.name)))
+    try:
+        played = (await rehearse(resolved)).transcript
+    finally:
+        resolved.world.close()
+    assert set(re.findall("`(\\w+)`", row[2])) == played.metrics.keys()
+    assert set(re.findall("`(\\w+)`", row[3])) == played.info.keys()
+
+
+def test_the_table_of_settings_names_every_field() -> None:
+    named = {name for row in table_rows("Settings of an episode") for name in row[0].split(", ")}
+    for field in [*ENV_NAMES, *Sampling.model_fields]:
+        assert f"`{field}`" in named, field
