@@ -21,6 +21,9 @@ _GROUP_BYTES = 64
 _AHEAD_BYTES = 8192
 """How far ahead memory is asked for: what the loop does with a change must not stop the stream."""
 
+_AHEAD_CHANGES = 32
+"""How many changes ahead their lines are asked for: no processor foresees where they lie."""
+
 
 def _compiled(loop: Callable[..., Any]) -> Callable[..., Any]:
     """Compile at first call; keep the result on disk where numba finds a writable place."""
@@ -275,14 +278,18 @@ def digest_changes(
 @_compiled
 def gather(bits, indices, out):  # type: ignore[no-untyped-def]
     """See kernels.py."""
+    last = indices.size - 1
     for k in range(indices.size):
+        _prefetch(bits, np.int64(indices[min(k + _AHEAD_CHANGES, last)]))
         out[k] = bits[indices[k]]
 
 
 @_compiled
 def scatter(bits, indices, values):  # type: ignore[no-untyped-def]
     """See kernels.py."""
+    last = indices.size - 1
     for k in range(indices.size):
+        _prefetch(bits, np.int64(indices[min(k + _AHEAD_CHANGES, last)]))
         bits[indices[k]] = values[k]
 
 
