@@ -34,6 +34,20 @@ async def test_an_episode_is_reset_and_steps(serve_openenv):
     assert server.said == ["crane", "slate"]
 
 
+async def test_a_server_behind_a_proxy_that_spoils_its_answer_is_asked_again(serve_openenv):
+    server = await serve_openenv()
+    spoiled = [Response(b"not packed", headers={"Content-Encoding": "gzip"})]
+
+    @server.app.get("/schema")
+    async def schema() -> Response:
+        return spoiled.pop() if spoiled else JSONResponse({})
+
+    client = EnvironmentClient(server.url)
+    session, _ = await client.start(Task(seed=1), deadline=Deadline.after(SOON))
+    await session.close()
+    assert not spoiled
+
+
 async def test_sessions_go_to_the_emptiest_server(serve_openenv):
     servers = [await serve_openenv() for _ in range(3)]
     client = EnvironmentClient([server.url for server in servers])

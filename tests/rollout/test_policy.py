@@ -65,6 +65,7 @@ async def test_a_failing_replica_hands_its_sessions_over(fleet):
         httpx.Response(429),
         httpx.Response(200, html="<html>Building your Space</html>"),
         httpx.ReadTimeout("slow"),
+        httpx.DecodingError("a packed answer, cut short by a proxy"),
     ],
 )
 async def test_a_waking_replica_is_asked_again(fleet, sleepy):

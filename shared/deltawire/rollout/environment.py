@@ -347,7 +347,7 @@ async def _json(http: httpx.AsyncClient, path: str) -> dict[str, Any]:
     """A JSON object, or an empty one where the server has no such route."""
     try:
         response = await http.get(path)
-    except httpx.TransportError as error:
+    except httpx.RequestError as error:
         raise _Unreachable(str(error)) from error
     html = response.headers.get("Content-Type", "").startswith("text/html")
     if response.status_code in (401, 403):

@@ -120,7 +120,7 @@ class HttpPolicy:
                 content=request.model_dump_json(exclude_defaults=True).encode(),
                 headers={"Content-Type": "application/json"},
             )
-        except httpx.TransportError:
+        except httpx.RequestError:
             replica.failed()
             return None
         finally:
