@@ -24,6 +24,18 @@ async def producing(**parts):
         await running
 
 
+async def only_group(streams, server, policy, renderer):
+    """What a producer makes of the one ticket that was issued."""
+    async with producing(
+        streams=streams,
+        policy=policy,
+        environment=EnvironmentClient(server.url),
+        renderer=renderer,
+    ):
+        [delivered] = await streams.read(limit=1, timeout_s=60.0)
+    return delivered.group
+
+
 async def test_tickets_become_groups_of_sampled_tokens(
     serve_openenv, scripted_policy, renderer, make_ticket
 ):
@@ -72,14 +84,8 @@ async def test_a_group_larger_than_the_environment_still_ends(
     server = await serve_openenv(turns=1, max_sessions=2)
     streams = MemoryStreams()
     await streams.issue([make_ticket(group_size=5)])
-    async with producing(
-        streams=streams,
-        policy=scripted_policy(renderer),
-        environment=EnvironmentClient(server.url),
-        renderer=renderer,
-    ):
-        [delivered] = await streams.read(limit=1, timeout_s=60.0)
-    assert [r.status for r in delivered.group.rollouts] == ["ok"] * 5
+    group = await only_group(streams, server, scripted_policy(renderer), renderer)
+    assert [r.status for r in group.rollouts] == ["ok"] * 5
     assert server.most_active == 2
 
 
@@ -90,14 +96,8 @@ async def test_an_environment_fault_is_a_rollout_with_its_reason(
     server.fail_on = "slate"
     streams, policy = MemoryStreams(), scripted_policy(renderer, ["crane", "slate", "grape"])
     await streams.issue([make_ticket(group_size=2)])
-    async with producing(
-        streams=streams,
-        policy=policy,
-        environment=EnvironmentClient(server.url),
-        renderer=renderer,
-    ):
-        [delivered] = await streams.read(limit=1, timeout_s=60.0)
-    by_status = {r.status: r for r in delivered.group.rollouts}
+    group = await only_group(streams, server, policy, renderer)
+    by_status = {r.status: r for r in group.rollouts}
     assert set(by_status) == {"ok", "error"}
     assert "the world broke" in by_status["error"].reason
     assert len(by_status["error"].sequences[0].turns) == 2, "what was sampled is kept"
@@ -111,14 +111,8 @@ async def test_a_group_that_facts_make_too_large_is_told_of_once(
     server.info = {"log": "x" * 30_000}
     streams = MemoryStreams()
     await streams.issue([make_ticket(group_size=2)])
-    async with producing(
-        streams=streams,
-        policy=scripted_policy(renderer),
-        environment=EnvironmentClient(server.url),
-        renderer=renderer,
-    ):
-        [delivered] = await streams.read(limit=1, timeout_s=60.0)
-    rollouts = delivered.group.rollouts
+    group = await only_group(streams, server, scripted_policy(renderer), renderer)
+    rollouts = group.rollouts
     assert [r.status for r in rollouts] == ["error"] * 2
     assert all("at most 20000 unpacked" in r.reason and not r.info for r in rollouts)
 
@@ -130,31 +124,17 @@ async def test_a_hung_environment_ends_at_the_deadline_of_the_ticket(
     server.hang_on = "crane"
     streams = MemoryStreams()
     await streams.issue([make_ticket(group_size=2, deadline_s=0.3)])
-    async with producing(
-        streams=streams,
-        policy=scripted_policy(renderer, ["crane"]),
-        environment=EnvironmentClient(server.url),
-        renderer=renderer,
-    ):
-        [delivered] = await streams.read(limit=1, timeout_s=60.0)
-    assert [r.status for r in delivered.group.rollouts] == ["error"] * 2
-    assert all("deadline" in r.reason for r in delivered.group.rollouts)
+    group = await only_group(streams, server, scripted_policy(renderer, ["crane"]), renderer)
+    assert [r.status for r in group.rollouts] == ["error"] * 2
+    assert all("deadline" in r.reason for r in group.rollouts)
 
 
 async def test_max_turns_truncates(serve_openenv, scripted_policy, renderer, make_ticket):
     server = await serve_openenv(turns=9)
     streams = MemoryStreams()
     await streams.issue([make_ticket(group_size=2, max_turns=2)])
-    async with producing(
-        streams=streams,
-        policy=scripted_policy(renderer),
-        environment=EnvironmentClient(server.url),
-        renderer=renderer,
-    ):
-        [delivered] = await streams.read(limit=1, timeout_s=60.0)
-    assert [(r.status, r.reason) for r in delivered.group.rollouts] == [
-        ("truncated", "max_turns")
-    ] * 2
+    group = await only_group(streams, server, scripted_policy(renderer), renderer)
+    assert [(r.status, r.reason) for r in group.rollouts] == [("truncated", "max_turns")] * 2
 
 
 async def test_a_sequence_without_room_for_an_answer_is_truncated(
@@ -163,14 +143,8 @@ async def test_a_sequence_without_room_for_an_answer_is_truncated(
     server = await serve_openenv(turns=9)
     streams, policy = MemoryStreams(), scripted_policy(renderer)
     await streams.issue([make_ticket(group_size=1, max_turns=99, max_tokens=120)])
-    async with producing(
-        streams=streams,
-        policy=policy,
-        environment=EnvironmentClient(server.url),
-        renderer=renderer,
-    ):
-        [delivered] = await streams.read(limit=1, timeout_s=60.0)
-    [rollout] = delivered.group.rollouts
+    group = await only_group(streams, server, policy, renderer)
+    [rollout] = group.rollouts
     assert (rollout.status, rollout.reason) == ("truncated", "max_tokens")
     asked = [len(r.prompt_ids) + r.sampling.max_new_tokens for r in policy.requests]
     assert max(asked) <= 120
@@ -320,14 +294,8 @@ async def test_a_replica_that_is_too_old_is_waited_for(
     server = await serve_openenv(turns=1)
     streams, policy = MemoryStreams(), scripted_policy(renderer)
     await streams.issue([make_ticket(min_version=5)])
-    async with producing(
-        streams=streams,
-        policy=_OldReplica(policy),
-        environment=EnvironmentClient(server.url),
-        renderer=renderer,
-    ):
-        [delivered] = await streams.read(limit=1, timeout_s=60.0)
-    assert delivered.group.rollouts[0].status == "ok"
+    group = await only_group(streams, server, _OldReplica(policy), renderer)
+    assert group.rollouts[0].status == "ok"
     assert policy.requests[0].min_version == 5
 
 
@@ -342,11 +310,5 @@ async def test_a_pinned_version_that_has_passed_ends_the_group_with_a_reason(
     server = await serve_openenv(turns=1)
     streams = MemoryStreams()
     await streams.issue([make_ticket(policy_version=2)])
-    async with producing(
-        streams=streams,
-        policy=_NewReplica(),
-        environment=EnvironmentClient(server.url),
-        renderer=renderer,
-    ):
-        [delivered] = await streams.read(limit=1, timeout_s=60.0)
-    assert all("VersionNotServed" in r.reason for r in delivered.group.rollouts)
+    group = await only_group(streams, server, _NewReplica(), renderer)
+    assert all("VersionNotServed" in r.reason for r in group.rollouts)

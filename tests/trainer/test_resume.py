@@ -351,25 +351,24 @@ def test_a_checkpoint_that_was_cut_short_is_named(tmp_path: Path, file: str) -> 
         checkpoints.restore(path, policy=policy, optimizer=optimizer)
 
 
-def test_old_checkpoints_make_room(tmp_path: Path) -> None:
+def _checkpoints_of(folder: Path, *, steps: tuple[int, ...]) -> Checkpoints:
     policy = Policy(tiny_llama())
-    optimizer = build_optimizer(policy, make_job(tmp_path).train)
-    checkpoints = Checkpoints(tmp_path)
-
-    for step in (1, 2, 3):
+    optimizer = build_optimizer(policy, make_job(folder).train)
+    checkpoints = Checkpoints(folder)
+    for step in steps:
         checkpoints.write(run_id=RUN, step=step, version=step, policy=policy, optimizer=optimizer)
+    return checkpoints
+
+
+def test_old_checkpoints_make_room(tmp_path: Path) -> None:
+    _checkpoints_of(tmp_path, steps=(1, 2, 3))
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000002", "step_000003"]
 
 
 def test_the_newest_checkpoint_is_that_of_the_highest_step(tmp_path: Path) -> None:
     """Names are longer from a million steps on."""
-    policy = Policy(tiny_llama())
-    optimizer = build_optimizer(policy, make_job(tmp_path).train)
-    checkpoints = Checkpoints(tmp_path)
-
-    for step in (999_998, 999_999, 1_000_000):
-        checkpoints.write(run_id=RUN, step=step, version=step, policy=policy, optimizer=optimizer)
+    checkpoints = _checkpoints_of(tmp_path, steps=(999_998, 999_999, 1_000_000))
 
     assert checkpoints.newest() == tmp_path / "step_1000000"
     assert {path.name for path in tmp_path.iterdir()} == {"step_999999", "step_1000000"}

@@ -11,7 +11,7 @@ import numpy as np
 from llvmlite import ir
 from numba import carray, njit, types
 from numba.core import cgutils
-from numba.extending import intrinsic, overload
+from numba.extending import intrinsic
 
 from deltawire.codec.bits import BitArray, IndexArray
 
@@ -58,8 +58,9 @@ def _load(context, builder, signature, args, array, lanes):  # type: ignore[no-u
     return builder.load(place, align=signature.args[array].dtype.bitwidth // 8)
 
 
-def _rounded_lanes(builder, bits):  # type: ignore[no-untyped-def]
-    """What ``_rounded`` does, in all lanes."""
+def _rounded(builder, bits):  # type: ignore[no-untyped-def]
+    """fp32 to bf16 in all lanes: to nearest, ties to even; a NaN becomes quiet and keeps its upper
+    payload."""
     wide = bits.type
 
     def all_lanes(value):  # type: ignore[no-untyped-def]
@@ -87,7 +88,7 @@ def _differing(typing_context, new, i, shadow, j):  # type: ignore[no-untyped-de
         here = (context, builder, signature, args)
         fresh, kept = _load(*here, 0, lanes), _load(*here, 2, lanes)
         if fresh.type != kept.type:
-            fresh = _rounded_lanes(builder, fresh)
+            fresh = _rounded(builder, fresh)
         differ = builder.icmp_unsigned("!=", fresh, kept)
         mask = builder.bitcast(differ, ir.IntType(lanes))
         return builder.zext(mask, ir.IntType(64)) if lanes < 64 else mask
@@ -122,16 +123,6 @@ def _lowest_bit(typing_context, mask):  # type: ignore[no-untyped-def]
 
 
 @njit(inline="always")
-def _rounded(bits):  # type: ignore[no-untyped-def]
-    """fp32 to bf16: to nearest, ties to even; a NaN keeps its upper payload and becomes quiet."""
-    top = np.uint32(bits >> np.uint32(16))
-    if np.uint32(bits << np.uint32(1)) > np.uint32(0xFF000000):
-        return np.uint16(top | np.uint32(0x40))
-    half = np.uint32(0x7FFF) + np.uint32(top & np.uint32(1))
-    return np.uint16(np.uint32(bits + half) >> np.uint32(16))
-
-
-@njit(inline="always")
 def _emit(value, shadow, j, begin, indices, values, old, count):  # type: ignore[no-untyped-def]
     indices[count] = begin + j
     values[count] = value
@@ -139,16 +130,18 @@ def _emit(value, shadow, j, begin, indices, values, old, count):  # type: ignore
     shadow[j] = value
 
 
-def _published(value, shadow):  # type: ignore[no-untyped-def]
-    """The value as the shadow keeps it; only for compiled code."""
-    raise NotImplementedError
+@intrinsic
+def _published(typing_context, value, shadow):  # type: ignore[no-untyped-def]
+    """The value as the shadow keeps it."""
 
+    def generate(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        if value.bitwidth == shadow.dtype.bitwidth:
+            return args[0]
+        lane = ir.VectorType(ir.IntType(value.bitwidth), 1)
+        rounded = _rounded(builder, builder.bitcast(args[0], lane))
+        return builder.bitcast(rounded, ir.IntType(shadow.dtype.bitwidth))
 
-@overload(_published)
-def _published_compiled(value, shadow):  # type: ignore[no-untyped-def]
-    if value.bitwidth == shadow.dtype.bitwidth:
-        return lambda value, shadow: value
-    return lambda value, shadow: _rounded(value)
+    return shadow.dtype(value, shadow), generate
 
 
 @njit(nogil=True)

@@ -139,20 +139,18 @@ class EnvironmentClient:
                 site, headers=self._headers, answer_timeout_s=self._answer_timeout_s
             )
             try:
-                async with asyncio.timeout(deadline.left_s):
-                    await site.rested()
-                    observation = await self._begin(session, site, task, deadline)
+                async with contextlib.AsyncExitStack() as undo:
+                    undo.push_async_callback(session.close)
+                    async with asyncio.timeout(deadline.left_s):
+                        await site.rested()
+                        observation = await self._begin(session, site, task, deadline)
+                    undo.pop_all()
             except _Unreachable:
-                await session.close()
                 site.refused(first_s=0.25)
             except CapacityReached:
-                await session.close()
                 site.refused(first_s=_FULL_S)
                 if not wait_for_room and all(s.rests_until > time.monotonic() for s in self._sites):
                     raise
-            except BaseException:
-                await session.close()
-                raise
             else:
                 site.answered()
                 return session, observation

@@ -8,6 +8,7 @@ owner, or a take-over, founds again: what lies there already must be the same.
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +66,9 @@ def enter_run(
     Raises Fenced when the run is another trainer's, LayoutMismatch for another model.
     """
     held = OwnerFile(owner_file) if owner_file is not None else None
-    try:
+    with ExitStack() as undo:
+        if held is not None:
+            undo.callback(held.close)
         check_same_model(store, run_id, bits, adapter=options.adapter)
         owner = held.owner if held is not None else new_owner()
         ledger = Ledger.open(
@@ -83,10 +86,7 @@ def enter_run(
                 model_files=model_files,
                 options=options,
             )
-    except BaseException:
-        if held is not None:
-            held.close()
-        raise
+        undo.pop_all()
     return Entered(ledger=ledger, bits=bits, owner_file=held)
 
 

@@ -18,6 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -242,24 +243,21 @@ class Publisher:
         if pending is not self._pending:
             raise ValueError(f"version {pending.version} was committed or discarded already")
         begun = self._clock()
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._discard)
             with scratch_folder(Path(self._work.name)) as folder:
                 stored = self._store_delta(pending, folder)
-        except BaseException:
-            self._discard()
-            raise
-        sent = self._clock()
-        gone = outlived(self._ledger.head, stored.link, keep_versions=self._keep_versions)
-        try:
-            self._ledger.write(version=pending.version, add=[stored.link], drop=gone)
-        except StoreUnavailable:
-            with self._turn:
-                self._unsettled = stored.digest
-                self._turn.notify_all()
-            raise
-        except BaseException:
-            self._discard()
-            raise
+            sent = self._clock()
+            gone = outlived(self._ledger.head, stored.link, keep_versions=self._keep_versions)
+            try:
+                self._ledger.write(version=pending.version, add=[stored.link], drop=gone)
+            except StoreUnavailable:
+                undo.pop_all()  # it may be committed all the same
+                with self._turn:
+                    self._unsettled = stored.digest
+                    self._turn.notify_all()
+                raise
+            undo.pop_all()
         self._advance(pending, stored.digest)
         if gone:
             self._background.start_sweep()
